@@ -1,0 +1,1 @@
+"""The objective: advantages (numpy alone, for a light worker) and losses (torch). Import the modules; this file loads neither."""

@@ -1,0 +1,110 @@
+"""How every client reaches the broker: addresses, deadlines, and the translation of librdkafka's errors, done once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+from confluent_kafka import KafkaError, KafkaException
+
+from relax_events.config import BrokerConfig
+from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable, Fenced
+
+log = structlog.get_logger()
+
+FENCED = {KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED, KafkaError.TRANSACTION_COORDINATOR_FENCED}  # noqa: SLF001
+UNAVAILABLE = {
+    KafkaError._ALL_BROKERS_DOWN,  # noqa: SLF001
+    KafkaError._TRANSPORT,  # noqa: SLF001
+    KafkaError._TIMED_OUT,  # noqa: SLF001
+    KafkaError._MSG_TIMED_OUT,  # noqa: SLF001
+    KafkaError._RESOLVE,  # noqa: SLF001
+    KafkaError.REQUEST_TIMED_OUT,
+    KafkaError.COORDINATOR_NOT_AVAILABLE,
+    KafkaError.NOT_COORDINATOR,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+    KafkaError.BROKER_NOT_AVAILABLE,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.NETWORK_EXCEPTION,
+}
+REFUSED = {
+    KafkaError._AUTHENTICATION,  # noqa: SLF001
+    KafkaError._SSL,  # noqa: SLF001
+    KafkaError.TOPIC_AUTHORIZATION_FAILED,
+    KafkaError.GROUP_AUTHORIZATION_FAILED,
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+    KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+    KafkaError.SASL_AUTHENTICATION_FAILED,
+    KafkaError.MSG_SIZE_TOO_LARGE,
+    KafkaError.POLICY_VIOLATION,
+    KafkaError.UNKNOWN_TOPIC_OR_PART,
+    KafkaError._UNKNOWN_TOPIC,  # noqa: SLF001
+}
+
+
+def error_of(exception: KafkaException) -> KafkaError:
+    """Return the KafkaError inside an exception."""
+    error: KafkaError = exception.args[0]
+    return error
+
+
+def translate(error: KafkaError, what: str) -> BrokerError:
+    """Return our error for librdkafka's, naming what was attempted."""
+    text = f"{what}: {error.name()} {error.str()}"
+    if error.code() in FENCED:
+        return Fenced(f"{text}; another instance of this role took over")
+    if error.code() in REFUSED:
+        return BrokerRefused(text)
+    if error.code() in UNAVAILABLE or error.retriable():
+        return BrokerUnavailable(text)
+    return BrokerError(text)
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Addresses and settings that all clients of a process share."""
+
+    bootstrap_servers: str
+    request_timeout_seconds: float = 30.0
+    client: Mapping[str, Any] = field(default_factory=dict)
+    client_id: str = "relax"
+
+    @classmethod
+    def of(cls, config: BrokerConfig, *, client_id: str) -> Connection:
+        """Read a connection off a run's configuration."""
+        return cls(config.bootstrap_servers, config.request_timeout_seconds, config.client, client_id)
+
+    def settings(self, **more: Any) -> dict[str, Any]:
+        """Return librdkafka settings: ours, then the user's, then those that carry a promise."""
+        base: dict[str, Any] = {
+            "bootstrap.servers": self.bootstrap_servers,
+            "client.id": self.client_id,
+            "socket.timeout.ms": int(self.request_timeout_seconds * 1000),
+            "socket.keepalive.enable": True,
+            "reconnect.backoff.ms": 50,
+            "reconnect.backoff.max.ms": 1000,
+            "topic.metadata.refresh.interval.ms": 30_000,
+            "log_level": 2,
+            "error_cb": ConnectionLog(self.bootstrap_servers),
+        }
+        dotted = {key.replace("_", ".") if not key.endswith("_cb") else key: value for key, value in more.items()}
+        return base | dict(self.client) | dotted
+
+
+class ConnectionLog:
+    """Turns librdkafka's background errors into log events: once when the broker goes, not on every attempt."""
+
+    def __init__(self, bootstrap_servers: str) -> None:
+        self._bootstrap_servers = bootstrap_servers
+        self._last = -1
+        self._lock = threading.Lock()
+
+    def __call__(self, error: KafkaError) -> None:
+        with self._lock:
+            repeated, self._last = error.code() == self._last, error.code()
+        if not repeated:
+            log.warning("broker.disturbed", bootstrap_servers=self._bootstrap_servers, error=error.name(), text=error.str())

@@ -1,0 +1,232 @@
+"""Reads records: as a member of a consumer group, or as a reader that chooses its partitions and positions itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import structlog
+from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, TopicPartition
+
+from relax_events.broker.connection import Connection, error_of, translate
+from relax_events.broker.records import Record
+from relax_events.errors import BrokerUnavailable
+from relax_events.events.types import TopicOffset
+
+log = structlog.get_logger()
+
+READER_SETTINGS: dict[str, Any] = {
+    "enable_auto_commit": False,
+    "enable_auto_offset_store": False,
+    "isolation_level": "read_committed",
+    "check_crcs": True,
+    "auto_offset_reset": "error",
+    "fetch_wait_max_ms": 100,
+    "fetch_message_max_bytes": 16 * 1024 * 1024,
+    "queued_max_messages_kbytes": 65_536,
+}
+TRANSIENT = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._TIMED_OUT, KafkaError._MAX_POLL_EXCEEDED}  # noqa: SLF001
+
+
+class Fetching:
+    """What both kinds of readers share: waiting for records without spinning, and meeting a log that was cut off."""
+
+    def __init__(self, consumer: Any, connection: Connection) -> None:
+        self._consumer = consumer
+        self._timeout_seconds = connection.request_timeout_seconds
+
+    def fetch(self, max_records: int = 500, *, timeout_seconds: float) -> list[Record]:
+        """Return records as soon as there is one, with all that lie behind it up to `max_records`; [] at the timeout."""
+        first = self._consumer.poll(timeout_seconds)
+        if first is None:
+            return []
+        messages = [first, *self._consumer.consume(max_records - 1, 0)] if max_records > 1 else [first]
+        return [Record.of(message) for message in messages if self._is_record(message)]
+
+    def _is_record(self, message: Any) -> bool:
+        error = message.error()
+        if error is None:
+            return True
+        if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):  # noqa: SLF001
+            self._meet_cut_log(message.topic(), message.partition())
+        elif error.code() in TRANSIENT or error.retriable():
+            log.debug("fetch.disturbed", error=error.name())
+        elif error.code() != KafkaError._PARTITION_EOF:  # noqa: SLF001
+            raise translate(error, f"reading {message.topic() or 'the log'}")
+        return False
+
+    def _meet_cut_log(self, topic: str, partition: int) -> None:
+        """Go on at the oldest record that is left, after a purge below our position; the gap is said aloud."""
+        low, _ = self.watermarks(topic, partition)
+        log.warning("log.truncated", topic=topic, partition=partition, resumed_at=low)
+        self.seek(topic, partition, low)
+
+    def watermarks(self, topic: str, partition: int) -> tuple[int, int]:
+        """Return the oldest and the next offset of a partition, asked from the broker."""
+        try:
+            low, high = self._consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=self._timeout_seconds)
+        except KafkaException as exception:
+            raise translate(error_of(exception), f"asking for the ends of {topic}[{partition}]") from exception
+        return low, high
+
+    def seek(self, topic: str, partition: int, offset: int) -> None:
+        """Go on reading a partition from `offset`."""
+        try:
+            self._consumer.seek(TopicPartition(topic, partition, offset))
+        except KafkaException as exception:
+            raise translate(error_of(exception), f"seeking {topic}[{partition}]@{offset}") from exception
+
+    def group_metadata(self) -> Any:
+        """Return what a transaction needs to commit this reader's offsets."""
+        return self._consumer.consumer_group_metadata()
+
+    def close(self) -> None:
+        """Leave the group and the broker."""
+        self._consumer.close()
+
+
+class GroupConsumer(Fetching):
+    """A member of a consumer group (KIP-848, range assignor: the same partitions of all its topics).
+
+    Where the group has no committed offset it starts at the oldest record. Partitions are given back only inside
+    `fetch`; `on_revoked` is called first, with the partitions that go, and must return within the session timeout.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        consumer_group: str,
+        topics: Sequence[str],
+        on_assigned: Callable[[list[TopicOffset]], None] = lambda _: None,
+        on_revoked: Callable[[list[TopicOffset]], None] = lambda _: None,
+    ) -> None:
+        settings = connection.settings(
+            group_id=consumer_group, group_protocol="consumer", group_remote_assignor="range", on_commit=_report_commit, **READER_SETTINGS
+        )
+        super().__init__(Consumer(settings), connection)
+        self._on_assigned, self._on_revoked = on_assigned, on_revoked
+        self.positions: dict[tuple[str, int], int] = {}
+        self._consumer.subscribe(list(topics), on_assign=self._assign, on_revoke=self._revoke, on_lost=self._lose)
+
+    def fetch(self, max_records: int = 500, *, timeout_seconds: float) -> list[Record]:
+        """See `Fetching.fetch`; also takes part in rebalances."""
+        records = super().fetch(max_records, timeout_seconds=timeout_seconds)
+        for record in records:
+            self.positions[record.topic, record.partition] = record.offset + 1
+        return [record for record in records if (record.topic, record.partition) in self.positions]
+
+    def commit(self, offsets: Iterable[TopicOffset], *, wait: bool = False) -> None:
+        """Commit next positions. A lost commit means redelivery, which ids make harmless; so by default nobody waits."""
+        partitions = [TopicPartition(offset.topic, offset.partition, offset.offset) for offset in offsets]
+        if not partitions:
+            return
+        try:
+            self._consumer.commit(offsets=partitions, asynchronous=not wait)
+        except KafkaException as exception:
+            log.warning("offset_commit.refused", error=error_of(exception).name())
+
+    def pause(self) -> None:
+        """Keep the membership, take no records."""
+        self._consumer.pause(self._consumer.assignment())
+
+    def resume(self) -> None:
+        """Take records again."""
+        self._consumer.resume(self._consumer.assignment())
+
+    def seek(self, topic: str, partition: int, offset: int) -> None:
+        """See `Fetching.seek`."""
+        super().seek(topic, partition, offset)
+        self.positions[topic, partition] = offset
+
+    def _assign(self, consumer: Any, partitions: list[TopicPartition]) -> None:
+        committed = consumer.committed(partitions, timeout=self._timeout_seconds)
+        for partition in committed:
+            partition.offset = partition.offset if partition.offset >= 0 else OFFSET_BEGINNING
+            self.positions[partition.topic, partition.partition] = max(partition.offset, 0)
+        consumer.incremental_assign(committed)
+        self._on_assigned([TopicOffset(p.topic, p.partition, max(p.offset, 0)) for p in committed])
+
+    def _revoke(self, consumer: Any, partitions: list[TopicPartition]) -> None:
+        self._on_revoked(self._forget(partitions))
+        consumer.incremental_unassign(partitions)
+
+    def _lose(self, consumer: Any, partitions: list[TopicPartition]) -> None:
+        log.warning("partitions.lost", num_partitions=len(partitions))
+        self._revoke(consumer, partitions)
+
+    def _forget(self, partitions: list[TopicPartition]) -> list[TopicOffset]:
+        gone = [TopicOffset(p.topic, p.partition, self.positions.pop((p.topic, p.partition), 0)) for p in partitions]
+        return gone
+
+
+def _report_commit(error: KafkaError | None, _: Any) -> None:
+    if error is not None:
+        log.debug("offset_commit.refused", error=error.name())
+
+
+class LogReader(Fetching):
+    """Reads chosen partitions from chosen positions; joins no group, though it may own a group's committed offsets."""
+
+    def __init__(self, connection: Connection, *, consumer_group: str = "", start: Mapping[tuple[str, int], int] | None = None) -> None:
+        name = consumer_group or f"{connection.client_id}.reader"
+        super().__init__(Consumer(connection.settings(group_id=name, enable_partition_eof=True, **READER_SETTINGS)), connection)
+        if start:
+            self.assign(start)
+
+    def assign(self, start: Mapping[tuple[str, int], int]) -> None:
+        """Read these partitions from these offsets; -1 means from the end, 0 from the oldest record."""
+        places = {-1: OFFSET_END, 0: OFFSET_BEGINNING}
+        self._consumer.assign([TopicPartition(topic, partition, places.get(offset, offset)) for (topic, partition), offset in start.items()])
+
+    def read_exactly(self, topic: str, places: Collection[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        """Return the records at these (partition, offset) places.
+
+        Raises:
+            BrokerError: A record is gone, or the log could not be read within the request timeout without any progress.
+        """
+        wanted = set(places)
+        first: dict[int, int] = {}
+        for partition, offset in wanted:
+            first[partition] = min(offset, first.get(partition, offset))
+        self.assign({(topic, partition): offset for partition, offset in first.items()})
+        found: dict[tuple[int, int], Record] = {}
+        progress = time.monotonic()
+        while len(found) < len(wanted):
+            for record in self.fetch(2000, timeout_seconds=0.5):
+                progress = time.monotonic()
+                if (record.partition, record.offset) in wanted:
+                    found[record.partition, record.offset] = record
+            if time.monotonic() - progress > self._timeout_seconds:
+                partition, offset = min(wanted - found.keys())
+                raise BrokerUnavailable(f"record {topic}[{partition}]@{offset} can't be read; was it purged, or is the broker down?")
+        return found
+
+    def read_to_end(self, topics_partitions: Iterable[tuple[str, int]], *, from_offsets: Mapping[tuple[str, int], int] | None = None) -> list[Record]:
+        """Return everything that the partitions hold now, from the given offsets (default: all), in order per partition.
+
+        Raises:
+            BrokerUnavailable: The log could not be read within the request timeout without any progress.
+        """
+        starts = {place: (from_offsets or {}).get(place, 0) for place in topics_partitions}
+        ends = {place: self.watermarks(*place)[1] for place in starts}
+        open_places = {place for place, end in ends.items() if starts[place] < end}
+        if not open_places:
+            return []
+        self.assign({place: starts[place] for place in open_places})
+        records: list[Record] = []
+        progress = time.monotonic()
+        while open_places:
+            for message in self._consumer.consume(2000, 0.05):
+                progress = time.monotonic()
+                place = (message.topic(), message.partition())
+                if message.error() is not None and message.error().code() == KafkaError._PARTITION_EOF:  # noqa: SLF001
+                    open_places.discard(place)
+                elif self._is_record(message):
+                    records.append(Record.of(message))
+                    if message.offset() + 1 >= ends[place]:
+                        open_places.discard(place)
+            if time.monotonic() - progress > self._timeout_seconds:
+                raise BrokerUnavailable(f"reading {sorted(open_places)} stalled for {self._timeout_seconds:.0f} s; see that the broker runs")
+        return records

@@ -1,0 +1,82 @@
+"""Put together all that a broker needs on this machine, and start its process."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from relax_events.broker.embedded import process as processes
+from relax_events.broker.embedded.access import file_problems
+from relax_events.broker.embedded.cache import cache_directory
+from relax_events.broker.embedded.download import ensure_jars
+from relax_events.broker.embedded.java import Java, broker_command, class_archive_path, find_java
+from relax_events.broker.embedded.lock import read_lock
+from relax_events.broker.embedded.ports import choose_port, is_free, require_free
+from relax_events.broker.embedded.settings import server_properties
+from relax_events.broker.embedded.state import BrokerState, write_state
+from relax_events.broker.embedded.storage import ensure_formatted, require_free_space
+
+STATE_NAME = "broker.json"
+LOG_NAME = "broker.log"
+
+
+def launch(directory: Path, *, last: BrokerState | None, wanted_port: int, node_properties: Mapping[str, str]) -> tuple[psutil.Process, BrokerState]:
+    """Start a broker in a directory and record it there; it is not ready yet.
+
+    Args:
+        directory: The broker's, which exists.
+        last: What the directory remembers of an earlier broker, whose ports are used again.
+        wanted_port: Where clients connect; 0 leaves the choice.
+        node_properties: Broker settings laid over ours.
+    Raises:
+        EnvironmentProblem: No Java, no network on first use, no disk space, a folder that can't be written, or the port is taken.
+    """
+    java = find_java()
+    require_free_space(directory)
+    cache = cache_directory(read_lock())
+    with file_problems(cache):
+        jars = ensure_jars(read_lock(), cache)
+    with file_problems(directory):
+        if last and last.archive_at_exit:
+            Path(last.archive_at_exit).unlink(missing_ok=True)  # of a broker that nobody stopped, so nobody knows whether it is whole
+        port, controller_port = _choose_ports(last, wanted_port)
+        properties = _write_files(directory, port, controller_port, node_properties)
+        return _run(directory, java, jars, properties, BrokerState(port, controller_port, read_lock().kafka_version))
+
+
+def _choose_ports(last: BrokerState | None, wanted_port: int) -> tuple[int, int]:
+    """Keep the ports of the last start, the controller's only if it is still free, since no client knows that one."""
+    port = wanted_port or (last.port if last else 0) or choose_port()
+    require_free(port)
+    if last and last.controller_port != port and is_free(last.controller_port):
+        return port, last.controller_port
+    return port, choose_port(taken=frozenset({port}))
+
+
+def _write_files(directory: Path, port: int, controller_port: int, node_properties: Mapping[str, str]) -> Path:
+    data = directory / "data"
+    text = server_properties(data, port=port, controller_port=controller_port, overrides=node_properties)
+    ensure_formatted(data)
+    (directory / "tmp").mkdir(exist_ok=True)
+    path = directory / "server.properties"
+    path.write_text(text, encoding="ascii")
+    return path
+
+
+def _run(directory: Path, java: Java, jars: list[Path], properties: Path, state: BrokerState) -> tuple[psutil.Process, BrokerState]:
+    log = directory / LOG_NAME
+    archive = class_archive_path(java, jars, jars[0].parent)
+    archive_at_exit = None if archive.exists() else str(archive.with_suffix(f".{os.getpid()}-{state.port}.tmp"))
+    log_start_byte = log.stat().st_size if log.exists() else 0
+    running = processes.spawn(broker_command(java, jars, properties, archive=archive, archive_at_exit=archive_at_exit), log=log)
+    recorded = replace(
+        state, pid=running.pid, started_at_seconds=running.create_time(), archive_at_exit=archive_at_exit, log_start_byte=log_start_byte
+    )
+    try:
+        write_state(directory / STATE_NAME, recorded)
+    except OSError:
+        processes.end(running, timeout_seconds=0)  # a process that nothing remembers could never be stopped
+        raise
+    return running, recorded

@@ -1,0 +1,73 @@
+"""What `relax broker status` tells about a broker, as a value, a table or JSON."""
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from relax_events.broker.embedded.broker import EmbeddedBroker
+
+_MIB = 1 << 20
+_BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own
+
+
+@dataclass(frozen=True)
+class BrokerReport:
+    """One look at a broker; what is unknown while it is down, or before its first start, is None."""
+
+    directory: str
+    running: bool
+    bootstrap_servers: str | None
+    pid: int | None
+    kafka_version: str | None
+    uptime_seconds: float | None
+    log_bytes: int
+    disk_bytes: int
+
+    def as_json(self) -> str:
+        """Return one JSON object, keys as the fields."""
+        return json.dumps(asdict(self))
+
+    def as_text(self) -> str:
+        """Return one aligned line per field for a person to read."""
+        rows = {
+            "state": "running" if self.running else "down",
+            "bootstrap servers": self.bootstrap_servers or "-",
+            "pid": "-" if self.pid is None else str(self.pid),
+            "Kafka version": self.kafka_version or "-",
+            "uptime": "-" if self.uptime_seconds is None else f"{self.uptime_seconds:.0f} s",
+            "log": f"{self.log_bytes / _MIB:.2f} MiB",
+            "disk use": f"{self.disk_bytes / _MIB:.2f} MiB",
+            "directory": self.directory,
+        }
+        width = max(map(len, rows))
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def broker_report(directory: Path) -> BrokerReport:
+    """Look at the broker of a directory, which need not exist; nothing is started or changed."""
+    broker = EmbeddedBroker(directory)
+    state = broker.state
+    pid = broker.pid
+    started = None if state is None or pid is None else state.started_at_seconds
+    return BrokerReport(
+        directory=str(broker.directory),
+        running=pid is not None,
+        bootstrap_servers=None if state is None else broker.bootstrap_servers,
+        pid=pid,
+        kafka_version=None if state is None else state.kafka_version,
+        uptime_seconds=None if started is None else max(0.0, time.time() - started),
+        log_bytes=broker.log_path.stat().st_size if broker.log_path.exists() else 0,
+        disk_bytes=_disk_bytes(broker.directory / "data"),
+    )
+
+
+def _disk_bytes(folder: Path) -> int:
+    """Sum what files really take, since Kafka's index files are sparse; a file deleted meanwhile counts nothing."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_blocks * _BLOCK_BYTES
+        except FileNotFoundError:
+            continue
+    return total

@@ -1,0 +1,50 @@
+"""Format a broker's data folder: an identity and the feature levels to start at, both written from Python."""
+
+import base64
+import shutil
+import uuid
+from pathlib import Path
+
+from relax_events.broker.embedded.checkpoint import bootstrap_checkpoint
+from relax_events.errors import EnvironmentProblem
+
+NODE_ID = 1
+MINIMUM_FREE_BYTES = 256 << 20
+_MIB = 1 << 20
+
+
+def ensure_formatted(data: Path) -> None:
+    """Make `data` a formatted log folder; one that is formatted already keeps its identity and records.
+
+    `meta.properties` is what marks a folder as formatted, so it is written last and renamed into place: a crash in between formats again.
+    """
+    marker = data / "meta.properties"
+    if marker.exists():
+        return
+    data.mkdir(parents=True, exist_ok=True)
+    (data / "bootstrap.checkpoint").write_bytes(bootstrap_checkpoint())
+    draft = data / "meta.properties.tmp"
+    draft.write_text(f"version=1\ncluster.id={new_id()}\nnode.id={NODE_ID}\ndirectory.id={new_id()}\n", encoding="ascii")
+    draft.replace(marker)
+
+
+def new_id() -> str:
+    """Return a random id as Kafka writes it: 16 bytes in URL-safe base64 without padding, never starting with a dash."""
+    while True:
+        text = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode("ascii").rstrip("=")
+        if not text.startswith("-"):
+            return text
+
+
+def require_free_space(directory: Path, *, minimum_bytes: int = MINIMUM_FREE_BYTES) -> None:
+    """Refuse to go on when the disk under `directory` is nearly full; a broker whose disk fills up ends.
+
+    Raises:
+        EnvironmentProblem: Less than the minimum is free.
+    """
+    free_bytes = shutil.disk_usage(directory).free
+    if free_bytes < minimum_bytes:
+        raise EnvironmentProblem(
+            f"the disk under {directory} has {free_bytes / _MIB:.0f} MiB free, the embedded broker needs at least "
+            f"{minimum_bytes / _MIB:.0f} MiB there; free some space or choose another place"
+        )

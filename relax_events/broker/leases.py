@@ -1,0 +1,199 @@
+"""Leases on a work queue: a record is held by one worker until it is done, and is free again when the worker dies.
+
+`ShareLeases` uses a share group through lanes: one lane is one share consumer that holds one record, because a share
+consumer that holds several must settle them all before it may poll again. `GroupLeases` uses a consumer group for
+brokers without share groups: records are taken in order of the partition, and the offset follows the oldest open one.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+from confluent_kafka import AcknowledgeType, KafkaException, ShareConsumer
+
+from relax_events.broker.connection import Connection, error_of
+from relax_events.broker.consumer import GroupConsumer
+from relax_events.broker.records import Record
+from relax_events.events.types import TopicOffset
+
+log = structlog.get_logger()
+POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One record of the queue, held until `done` or `release` is called, from any thread."""
+
+    record: Record
+    delivery_count: int
+    settle: Callable[[bool], None]
+
+    def done(self) -> None:
+        """The work is finished and safe: the record leaves the queue."""
+        self.settle(True)
+
+    def release(self) -> None:
+        """The work was not finished: another worker may have the record at once."""
+        self.settle(False)
+
+
+class LeaseSource(Protocol):
+    """Hands leases to `on_lease`, at most `lanes` at a time, from threads of its own; `close` releases what is left."""
+
+    def stop(self) -> None:
+        """Take no more leases; those held stay held."""
+
+    def close(self) -> None:
+        """Stop, release what is still held, leave the group."""
+
+
+class ShareLeases:
+    """See the module's docstring. Each lane waits in the client, not in a loop of ours."""
+
+    def __init__(self, connection: Connection, *, group: str, topic: str, lanes: int, on_lease: Callable[[Lease], None]) -> None:
+        self._stopping = threading.Event()
+        self._on_lease = on_lease
+        self._lanes = [_Lane(connection, group, topic, self) for _ in range(lanes)]
+
+    def stop(self) -> None:
+        """See `LeaseSource.stop`."""
+        self._stopping.set()
+
+    def close(self) -> None:
+        """See `LeaseSource.close`."""
+        self.stop()
+        for lane in self._lanes:
+            lane.settlement.put(False)
+        for lane in self._lanes:
+            lane.thread.join(POLL_SECONDS + 5)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether no more leases are taken."""
+        return self._stopping.is_set()
+
+    def hand_over(self, lease: Lease) -> None:
+        """Pass a lease on to the worker."""
+        self._on_lease(lease)
+
+
+class _Lane:
+    """One share consumer and the thread that waits for it."""
+
+    def __init__(self, connection: Connection, group: str, topic: str, source: ShareLeases) -> None:
+        settings = connection.settings(group_id=group, share_acknowledgement_mode="explicit", max_poll_records=1)
+        self._consumer = ShareConsumer(settings)
+        self._consumer.subscribe([topic])
+        self._source = source
+        self.settlement: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name="lane", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while not self._source.stopping:
+            try:
+                messages = [message for message in self._consumer.poll(POLL_SECONDS) if message.error() is None]
+                self._serve(messages)
+            except KafkaException as exception:
+                log.debug("lane.disturbed", error=error_of(exception).name())
+        self._consumer.close()
+
+    def _serve(self, messages: list[Any]) -> None:
+        """Serve what one poll brought: one record as a rule, more when the producer batched several."""
+        for message in messages:
+            while not self.settlement.empty():
+                self.settlement.get()  # a settlement of a lease that was settled twice
+            if self._source.stopping:
+                accepted = False
+            else:
+                self._source.hand_over(Lease(Record.of(message), message.delivery_count() or 1, self.settlement.put))
+                accepted = self.settlement.get()
+            self._consumer.acknowledge(message, AcknowledgeType.ACCEPT if accepted else AcknowledgeType.RELEASE)
+        if messages:
+            for partition, error in (self._consumer.commit_sync(POLL_SECONDS * 10) or {}).items():
+                if error is not None:
+                    log.warning("lease.lapsed", partition=str(partition), error=str(error))
+
+
+class GroupLeases:
+    """See the module's docstring. One thread polls; it pauses while all lanes are taken, and keeps its membership."""
+
+    def __init__(self, connection: Connection, *, group: str, topic: str, lanes: int, on_lease: Callable[[Lease], None]) -> None:
+        self._stopping, self._closing = threading.Event(), threading.Event()
+        self._free = threading.Semaphore(lanes)
+        self._lock = threading.Lock()
+        self._open: dict[int, dict[int, bool]] = {}
+        self._on_lease = on_lease
+        self._topic = topic
+        self._consumer = GroupConsumer(connection, consumer_group=group, topics=[topic], on_revoked=self._revoked)
+        self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """See `LeaseSource.stop`."""
+        self._stopping.set()
+
+    def close(self) -> None:
+        """See `LeaseSource.close`."""
+        self.stop()
+        self._closing.set()
+        self._thread.join(POLL_SECONDS + 5)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            if self._stopping.is_set() or not self._free.acquire(timeout=POLL_SECONDS / 10):
+                self._idle()
+                continue
+            records = self._consumer.fetch(1, timeout_seconds=POLL_SECONDS)
+            if not records:
+                self._free.release()
+            for record in records:
+                self._take(record)
+            self._commit()
+        self._commit(wait=True)
+        self._consumer.close()
+
+    def _idle(self) -> None:
+        """Take part in the group without taking records."""
+        self._consumer.pause()
+        self._consumer.fetch(1, timeout_seconds=POLL_SECONDS / 10)
+        self._consumer.resume()
+        self._commit()
+
+    def _take(self, record: Record) -> None:
+        with self._lock:
+            self._open.setdefault(record.partition, {})[record.offset] = False
+        self._on_lease(Lease(record, 1, lambda done: self._settle(record, done)))
+
+    def _settle(self, record: Record, done: bool) -> None:
+        """Note that a record is done; a released one keeps the offset back until the partition moves or we restart."""
+        with self._lock:
+            if done and record.offset in self._open.get(record.partition, {}):
+                self._open[record.partition][record.offset] = True
+        self._free.release()
+
+    def _commit(self, *, wait: bool = False) -> None:
+        with self._lock:
+            marks = [TopicOffset(self._topic, partition, mark) for partition in self._open if (mark := self._advance(partition)) is not None]
+        self._consumer.commit(marks, wait=wait)
+
+    def _advance(self, partition: int) -> int | None:
+        """Drop the done records before the oldest open one and return the new position, or None when nothing moved."""
+        held, mark = self._open[partition], None
+        for offset in sorted(held):
+            if not held[offset]:
+                break
+            del held[offset]
+            mark = offset + 1
+        return mark
+
+    def _revoked(self, offsets: list[TopicOffset]) -> None:
+        self._commit(wait=True)
+        with self._lock:
+            for offset in offsets:
+                self._open.pop(offset.partition, None)

@@ -1,0 +1,99 @@
+"""Writes records: acknowledged by all replicas, exactly once in each partition, failures never swallowed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
+
+from relax_events.broker.connection import Connection, error_of, translate
+from relax_events.broker.records import OutRecord
+from relax_events.errors import BrokerUnavailable
+
+DELIVERY_SECONDS = 120
+
+
+class RecordProducer:
+    """An idempotent producer. `write` returns when the records are acknowledged; `send` and `flush` split the two.
+
+    A broker that is away for less than two minutes delays a write; it neither loses nor doubles it.
+    """
+
+    def __init__(self, connection: Connection, *, linger_ms: float = 0.0, one_record_per_batch: bool = False) -> None:
+        single = {"batch_num_messages": 1} if one_record_per_batch else {}
+        self._producer = Producer(
+            connection.settings(
+                enable_idempotence=True,
+                acks="all",
+                linger_ms=linger_ms,
+                delivery_timeout_ms=DELIVERY_SECONDS * 1000,
+                message_max_bytes=64 * 1024 * 1024,
+                queue_buffering_max_messages=1_000_000,
+                **single,
+            )
+        )
+        self._failure: KafkaError | None = None
+
+    def send(self, record: OutRecord) -> None:
+        """Hand a record to the client; it is safe only after `flush`."""
+        enqueue(self._producer, record, self._delivered)
+
+    def flush(self) -> None:
+        """Wait until everything sent is acknowledged.
+
+        Raises:
+            BrokerError: A record could not be delivered; nothing may be assumed about the others since the last flush.
+        """
+        left = self._producer.flush(DELIVERY_SECONDS + 1)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise translate(failure, "delivering records")
+        if left:
+            raise BrokerUnavailable(f"{left} records were not acknowledged within {DELIVERY_SECONDS} s; see that the broker runs")
+
+    def write(self, records: Iterable[OutRecord]) -> None:
+        """Send records and wait until they are acknowledged."""
+        for record in records:
+            self.send(record)
+        self.flush()
+
+    def close(self) -> None:
+        """Wait briefly for what is under way and drop the rest."""
+        if self._producer.flush(5):
+            self._producer.purge()
+
+    def _delivered(self, error: KafkaError | None, message: Message) -> None:
+        if error is not None:
+            self._failure = error
+
+
+def enqueue(producer: Any, record: OutRecord, on_delivery: Any) -> None:
+    """Put a record into a client's queue, waiting while the queue is full.
+
+    Raises:
+        BrokerRefused: The record is larger than the client or the topic allows.
+    """
+    deadline = time.monotonic() + DELIVERY_SECONDS
+    where = {} if record.partition < 0 else {"partition": record.partition}
+    while True:
+        try:
+            producer.produce(
+                record.topic,
+                value=record.value,
+                key=record.key.encode() or None,
+                headers=[(name, text.encode()) for name, text in record.headers.items()],
+                on_delivery=on_delivery,
+                **where,
+            )
+            producer.poll(0)
+        except BufferError:
+            if time.monotonic() > deadline:
+                raise BrokerUnavailable(f"producer queue stayed full for {DELIVERY_SECONDS} s; see that the broker runs") from None
+            producer.poll(0.05)
+        except KafkaException as exception:
+            size = len(record.value or b"")
+            raise translate(error_of(exception), f"writing {size} bytes to {record.topic}") from exception
+        else:
+            return

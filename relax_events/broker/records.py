@@ -1,0 +1,51 @@
+"""A record as it lies on the log, and one that is to be written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+POLICY_VERSION_HEADER = "policy-version"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record that was read."""
+
+    topic: str
+    partition: int
+    offset: int
+    key: str
+    value: bytes
+    headers: Mapping[str, str]
+    timestamp_ms: int
+
+    @classmethod
+    def of(cls, message: Any) -> Record:
+        """Take over a client's message."""
+        headers = {name: (value or b"").decode("utf-8", "replace") for name, value in message.headers() or ()}
+        key = (message.key() or b"").decode("utf-8", "replace")
+        return cls(message.topic(), message.partition(), message.offset(), key, message.value() or b"", headers, message.timestamp()[1])
+
+    @property
+    def place(self) -> str:
+        """Name the record's position as people write it."""
+        return f"{self.topic}[{self.partition}]@{self.offset}"
+
+    @property
+    def policy_version(self) -> int | None:
+        """Return the version in the headers, readable without decoding the event; None where there is none."""
+        text = self.headers.get(POLICY_VERSION_HEADER, "")
+        return int(text) if text.lstrip("-").isdigit() else None
+
+
+@dataclass(frozen=True, slots=True)
+class OutRecord:
+    """A record to be written; partition -1 leaves the choice to the key."""
+
+    topic: str
+    value: bytes | None
+    key: str = ""
+    partition: int = -1
+    headers: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,106 @@
+"""Transactions of a role that has one active instance: records and consumed offsets become real together, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import structlog
+from confluent_kafka import KafkaException, Producer, TopicPartition
+
+from relax_events.broker.connection import Connection, error_of, translate
+from relax_events.broker.consumer import LogReader
+from relax_events.broker.producer import enqueue
+from relax_events.broker.records import OutRecord
+from relax_events.errors import BrokerError, Fenced
+from relax_events.events.types import TopicOffset
+
+log = structlog.get_logger()
+
+TRANSACTION_SECONDS = 20  # an abandoned transaction hides plain records behind it for this long
+ATTEMPTS = 5
+
+
+class TransactionalWriter:
+    """Commits record batches with offsets, and fences every earlier writer of the same id.
+
+    After an indefinite error (was it committed or not?) the producer is thrown away and a new one asks the broker to
+    finish or abort what was open; `commit` then asks `already_real` before it tries again, so nothing is written twice.
+    """
+
+    def __init__(self, connection: Connection, *, transactional_id: str) -> None:
+        self._connection, self._transactional_id = connection, transactional_id
+        self._producer = self._initialise()
+
+    def _initialise(self) -> Any:
+        producer = Producer(
+            self._connection.settings(
+                transactional_id=self._transactional_id,
+                transaction_timeout_ms=TRANSACTION_SECONDS * 1000,
+                delivery_timeout_ms=TRANSACTION_SECONDS * 1000,
+                linger_ms=0,
+                message_max_bytes=64 * 1024 * 1024,
+            )
+        )
+        self._retrying(producer.init_transactions, "taking over the transactional id")
+        return producer
+
+    def commit(
+        self, records: Sequence[OutRecord], *, offsets: Iterable[TopicOffset] = (), reader: LogReader | None = None, already_real: Any = None
+    ) -> None:
+        """Write records and offsets as one transaction.
+
+        Args:
+            records: What becomes visible together.
+            offsets: Next positions of the reader's consumer group.
+            reader: The reader whose consumer group the offsets belong to.
+            already_real: Called after an indefinite error; tells whether an earlier try did commit after all.
+        Raises:
+            Fenced: Another instance took over; nothing of this call is visible.
+            BrokerError: The broker stayed away; nothing may be assumed, and the process must start anew.
+        """
+        for attempt in range(ATTEMPTS):
+            try:
+                self._try(records, list(offsets), reader)
+            except Fenced:
+                raise
+            except BrokerError as error:
+                log.warning("transaction.failed", attempt=attempt, error=str(error))
+                self._producer = self._initialise()
+                if already_real is not None and already_real():
+                    return
+                if attempt + 1 == ATTEMPTS:
+                    raise
+            else:
+                return
+
+    def _try(self, records: Sequence[OutRecord], offsets: list[TopicOffset], reader: LogReader | None) -> None:
+        failures: list[Any] = []
+        producer = self._producer
+        try:
+            producer.begin_transaction()
+            for record in records:
+                enqueue(producer, record, lambda error, _: failures.append(error) if error else None)
+            if offsets and reader is not None:
+                partitions = [TopicPartition(offset.topic, offset.partition, offset.offset) for offset in offsets]
+                producer.send_offsets_to_transaction(partitions, reader.group_metadata(), TRANSACTION_SECONDS)
+            producer.commit_transaction(TRANSACTION_SECONDS)
+        except KafkaException as exception:
+            raise translate(error_of(exception), "committing a transaction") from exception
+        if failures:
+            raise translate(failures[0], "writing in a transaction")
+
+    def _retrying(self, call: Any, what: str) -> None:
+        for attempt in range(ATTEMPTS):
+            try:
+                call(self._connection.request_timeout_seconds)
+            except KafkaException as exception:
+                error = error_of(exception)
+                if not error.retriable() or attempt + 1 == ATTEMPTS:
+                    raise translate(error, what) from exception
+            else:
+                return
+
+    def close(self) -> None:
+        """Leave nothing open."""
+        self._producer.purge()

@@ -1,0 +1,5 @@
+"""`python -m relax_events.cli`."""
+
+from relax_events.cli import main
+
+main()

@@ -1,0 +1,80 @@
+"""`relax broker`: the Kafka node of this machine, started, stopped and looked at."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+
+app = App(
+    name="broker",
+    help="Run a real Apache Kafka node on this machine.\n\nExample: relax broker start && relax broker status",
+)
+_DEFAULT_DIRECTORY = Path(".relax/broker")
+_EXIT_DOWN = 3
+
+Directory = Annotated[Path, Parameter(help="Where the broker keeps its records, log and settings.")]
+
+
+@app.command
+def start(*, directory: Directory = _DEFAULT_DIRECTORY, port: int = 0, timeout_seconds: float = 60.0) -> None:
+    """Start the broker in the background and print its bootstrap servers; one that runs already is left as it is.
+
+    Args:
+        directory: Where the broker keeps its records, log and settings.
+        port: Where clients connect; 0 takes the port used before, or a free one.
+        timeout_seconds: How long it may take to get ready, the first download apart.
+    """
+    from relax_events.broker.embedded import EmbeddedBroker
+
+    broker = EmbeddedBroker(directory, port=port)
+    broker.start(timeout_seconds=timeout_seconds)
+    print(broker.bootstrap_servers)
+
+
+@app.command
+def stop(*, directory: Directory = _DEFAULT_DIRECTORY, timeout_seconds: float = 20.0) -> None:
+    """Shut the broker down cleanly; its records and its port stay for the next start.
+
+    Args:
+        directory: Where the broker keeps its records, log and settings.
+        timeout_seconds: How long it may take before it is ended by force.
+    """
+    from relax_events.broker.embedded import EmbeddedBroker
+
+    EmbeddedBroker(directory).stop(timeout_seconds=timeout_seconds)
+
+
+@app.command
+def status(*, directory: Directory = _DEFAULT_DIRECTORY, output: Literal["table", "json"] = "table") -> int:
+    """Show whether the broker runs, where, since when, and what it takes on disk; exit 3 when it is down.
+
+    Args:
+        directory: Where the broker keeps its records, log and settings.
+        output: A table to read, or JSON for programs.
+    """
+    from relax_events.broker.embedded.report import broker_report
+
+    report = broker_report(directory)
+    print(report.as_json() if output == "json" else report.as_text())
+    return 0 if report.running else _EXIT_DOWN
+
+
+@app.command
+def logs(*, directory: Directory = _DEFAULT_DIRECTORY, lines: int = 50, follow: bool = False) -> None:
+    """Print the end of the broker's log.
+
+    Args:
+        directory: Where the broker keeps its records, log and settings.
+        lines: How many lines.
+        follow: Go on with new lines until the broker ends.
+    """
+    from relax_events.broker.embedded import EmbeddedBroker
+    from relax_events.broker.embedded.logs import follow_lines, last_lines
+
+    broker = EmbeddedBroker(directory)
+    end_byte = broker.log_path.stat().st_size if broker.log_path.exists() else 0
+    for line in last_lines(broker.log_path, num_lines=lines, end_byte=end_byte):
+        print(line)
+    if follow and broker.is_running:
+        for line in follow_lines(broker.log_path, start_byte=end_byte, ended_within=broker.ended_within):
+            print(line, flush=True)

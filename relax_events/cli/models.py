@@ -1,0 +1,79 @@
+"""`relax models`: small models made on this machine, and their supervised start."""
+
+import sys
+from pathlib import Path
+
+from cyclopts import App
+
+app = App(
+    name="models",
+    help="Make small models for trying things out.\n\nExample: relax models prepare configs/quickstart.toml",
+)
+
+
+@app.command
+def prepare(config: Path) -> None:
+    """Make the model that a run file describes, with its warm start, unless it is there; print its folder.
+
+    Args:
+        config: The run file.
+    """
+    from relax_events.config import load_run_config
+    from relax_events.data.preparation import prepare_model
+
+    print(prepare_model(load_run_config(config), report=_say))
+
+
+@app.command(name="warm-start")
+def warm_start(config: Path, *, output: Path | None = None) -> None:
+    """Train the model of a run file on reference answers for `warm_start.steps` steps; print the folder written.
+
+    Args:
+        config: The run file.
+        output: Where the trained model goes; the place of the old one when not given.
+    """
+    from relax_events.config import load_run_config
+    from relax_events.data.preparation import warm_start_model
+
+    print(warm_start_model(load_run_config(config), output=output, report=_say))
+
+
+@app.command(name="make-tiny")
+def make_tiny(path: Path, *, config: Path | None = None, corpus: Path | None = None, seed: int = 0) -> None:
+    """Write a tiny random model with a tokenizer of its own; print its folder.
+
+    Args:
+        path: The folder to write.
+        config: A run file: its data trains the tokenizer, its [model.tiny] sizes the model.
+        corpus: A text file that trains the tokenizer, without a run file.
+        seed: Of the random weights, without a run file.
+    """
+    from relax_events.errors import ConfigError
+
+    if (config is None) == (corpus is None):
+        raise ConfigError("relax models make-tiny needs either --config RUN.toml or --corpus FILE, for the tokenizer")
+    print(_from_run_file(path, config) if config else _from_corpus(path, corpus, seed) if corpus else "")
+
+
+def _from_run_file(path: Path, run_file: Path) -> Path:
+    from relax_events.config import load_run_config
+    from relax_events.config.sections import TinyModelConfig
+    from relax_events.data.preparation import make_tiny_for
+
+    config = load_run_config(run_file)
+    return make_tiny_for(config.data, path, tiny=config.model.tiny or TinyModelConfig(), seed=config.run.seed)
+
+
+def _from_corpus(path: Path, corpus: Path, seed: int) -> Path:
+    from relax_events.errors import ConfigError
+    from relax_events.models.tiny import make_tiny as write_tiny
+
+    try:
+        lines = corpus.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"corpus {corpus} can't be read: {error}; give a text file to --corpus") from None
+    return write_tiny(path, corpus=lines, seed=seed)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

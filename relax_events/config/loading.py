@@ -1,0 +1,105 @@
+"""Reads a run file and lays environment and flags over it, with errors that name the key and the remedy."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from relax_events.config.sections import RunConfig
+from relax_events.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "RELAX_"
+
+
+def load_run_config(path: Path, overrides: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> RunConfig:
+    """Read a run file; `RELAX_SECTION__KEY` overrides it, and `section.key=value` overrides both.
+
+    Args:
+        path: A TOML file.
+        overrides: `section.key=value`, the value in TOML syntax or a bare string.
+        environment: Defaults to the process's own.
+    Raises:
+        ConfigError: The file is missing, not TOML, or a key or value is not allowed; the text names the key.
+    """
+    tree = _read(path)
+    environment = os.environ if environment is None else environment
+    for name in sorted(environment):
+        if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
+            _place(tree, name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"), environment[name], name)
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator or "." not in key:
+            raise ConfigError(f"override {override!r} is not of the form section.key=value; for example run.seed=1")
+        _place(tree, key.strip().split("."), value.strip(), override)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(item, path) for item in error.errors())) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+        return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except FileNotFoundError:
+        raise ConfigError(f"run file {path} does not exist; give the path of a TOML file, for example configs/quickstart.toml") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"run file {path} can't be read: {error}") from None
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"run file {path} is not {path.suffix.lstrip('.').upper() or 'TOML'}: {error}") from None
+
+
+def _place(tree: dict[str, Any], keys: list[str], text: str, origin: str) -> None:
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    for key in keys[:-1]:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{origin}: {key} is a value, not a section")
+    tree[keys[-1]] = value
+
+
+def _explain(item: Mapping[str, Any], path: Path) -> str:
+    location = [str(part) for part in item["loc"]]
+    key = ".".join(location)
+    if item["type"] == "extra_forbidden":
+        return f"{path}: unknown key {key}; {_nearest(location)}"
+    if item["type"] == "missing":
+        return f"{path}: {key} is required"
+    text = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "value_error":
+        return f"{path}: {key + ': ' if key else ''}{text}"
+    return f"{path}: {key} {_rule(text)}, got {item['input']!r}; set {key}"
+
+
+def _rule(text: str) -> str:
+    """Turn pydantic's sentence into the house form: `must be greater than or equal to 0`."""
+    return text.replace("Input should be", "must be").replace("String should", "must").replace("Field", "the key")
+
+
+def _nearest(location: list[str]) -> str:
+    known = _known_keys(RunConfig)
+    wanted = ".".join(location)
+    close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.4)
+    same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == location[-1]]
+    candidate = (same_leaf or close or [None])[0]
+    return f"did you mean {candidate}?" if candidate else f"known sections are {', '.join(RunConfig.model_fields)}"
+
+
+def _known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                keys += _known_keys(kind, f"{prefix}{name}.")
+    return keys

@@ -1,0 +1,32 @@
+"""Where the run's broker is."""
+
+from __future__ import annotations
+
+from relax_events.broker.embedded import EmbeddedBroker
+from relax_events.config import RunConfig
+from relax_events.errors import BrokerUnavailable
+
+
+def embedded_broker(config: RunConfig) -> EmbeddedBroker | None:
+    """Return the broker that the run brings along, or None when it uses a cluster."""
+    return EmbeddedBroker(config.run.directory / "broker") if config.broker.bootstrap_servers == "embedded" else None
+
+
+def with_bootstrap_servers(config: RunConfig, bootstrap_servers: str) -> RunConfig:
+    """Return the configuration with the broker's address filled in."""
+    return config.model_copy(update={"broker": config.broker.model_copy(update={"bootstrap_servers": bootstrap_servers})})
+
+
+def attach(config: RunConfig) -> RunConfig:
+    """Return the configuration with the address of the embedded broker; a cluster's stays as it is.
+
+    Raises:
+        BrokerUnavailable: The embedded broker does not run.
+    """
+    broker = embedded_broker(config)
+    if broker is None:
+        return config
+    if not broker.is_running:
+        where = config.run.directory / "broker"
+        raise BrokerUnavailable(f"the embedded broker in {where} does not run; start it with: relax broker start --directory {where}")
+    return with_bootstrap_servers(config, broker.bootstrap_servers)

@@ -1,0 +1,28 @@
+"""Workers end with the `relax run` that started them, however it ends: nobody is left to consume for a run that nobody watches."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+
+VARIABLE = "RELAX_SUPERVISOR_PID"
+
+
+def end_with_supervisor() -> None:
+    """Drain when the supervisor is gone. A worker that was started by hand has none and is left alone."""
+    supervisor = os.environ.get(VARIABLE)
+    if supervisor is None:
+        return
+    try:
+        handle = os.pidfd_open(int(supervisor))
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
+
+    def wait() -> None:
+        select.select([handle], [], [])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="supervisor-watch", daemon=True).start()

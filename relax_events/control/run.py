@@ -1,0 +1,146 @@
+"""`relax run`: everything that a run needs on this machine, from the broker to the report."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import orjson
+import structlog
+
+from relax_events.broker.admin import Admin
+from relax_events.broker.connection import Connection
+from relax_events.config import RunConfig
+from relax_events.control.address import embedded_broker, with_bootstrap_servers
+from relax_events.control.ledger import read_ledger
+from relax_events.control.progress import ProgressDisplay
+from relax_events.control.report import write_report
+from relax_events.control.run_state import FOLLOWED, RunState
+from relax_events.control.supervisor import Supervisor
+from relax_events.control.topics import apply_topics, consumer_lag
+from relax_events.errors import BrokerError, CheckFailed, RunFailed
+from relax_events.events.codec import EventCodec
+from relax_events.events.types import Command, Event, RunCommanded
+from relax_events.pipeline.control import ControlFollower
+from relax_events.pipeline.drain import Drain
+from relax_events.topics import TopicPlan
+
+log = structlog.get_logger()
+TURN_SECONDS = 0.5
+LAG_EVERY_SECONDS = 2.0
+BROKER_GONE_SECONDS = 120.0
+
+
+class RunSession:
+    """One `relax run` from start to report. A run whose topics exist already is taken up where it was."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._broker = embedded_broker(config)
+        self._state = RunState()
+        self._lock = threading.Lock()
+        self._drain = Drain(seconds=config.workers.drain_seconds)
+        self._asked_to_kill: list[str] = []
+        self._lag: dict[str, dict[int, int]] = {}
+        self._lag_read_at = 0.0
+
+    def run(self) -> dict[str, Any]:
+        """Run to the end and return the report.
+
+        Raises:
+            RunFailed: The goal was not reached; the text says why.
+            CheckFailed: The ledger found a broken promise.
+        """
+        started = time.monotonic()
+        self._drain.listen_to_signals()
+        with ExitStack() as stack:
+            display = stack.enter_context(ProgressDisplay(self._config))
+            self._start_broker(stack, display)
+            admin = Admin(Connection.of(self._config.broker, client_id=f"{self._config.run.id}.run"))
+            admin.ping(timeout_seconds=self._config.broker.request_timeout_seconds)
+            apply_topics(self._config, admin)
+            supervisor = Supervisor(self._config, self._write_resolved())
+            follower = self._follow(stack)
+            try:
+                supervisor.start()
+                self._watch(supervisor, admin, display)
+            finally:
+                supervisor.stop(timeout_seconds=self._config.workers.drain_seconds + 5, tick=lambda: self._show(admin, display, supervisor))
+            follower.close()
+            return self._conclude(time.monotonic() - started)
+
+    def _start_broker(self, stack: ExitStack, display: ProgressDisplay) -> None:
+        if self._broker is None:
+            return
+        was_running = self._broker.is_running
+        self._broker.start()
+        if not was_running:
+            stack.callback(self._broker.stop)
+        self._config = with_bootstrap_servers(self._config, self._broker.bootstrap_servers)
+        display.note(f"broker {'found' if was_running else 'started'} at {self._broker.bootstrap_servers}")
+
+    def _write_resolved(self) -> Path:
+        """Write the run file with everything filled in: what the workers are started with."""
+        path = self._config.run_directory / "run.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(orjson.dumps(self._config.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
+        path.chmod(0o600)
+        return path
+
+    def _follow(self, stack: ExitStack) -> ControlFollower:
+        connection = Connection.of(self._config.broker, client_id=f"{self._config.run.id}.progress")
+        follower = ControlFollower(connection, TopicPlan.of(self._config), EventCodec(), also=FOLLOWED)
+        stack.callback(follower.close)
+        follower.start(self._note)
+        return follower
+
+    def _note(self, event: Event) -> None:
+        with self._lock:
+            self._state.note(event)
+        if isinstance(event, RunCommanded) and event.command is Command.RESTART and event.worker_id:
+            self._asked_to_kill.append(event.worker_id)
+
+    def _watch(self, supervisor: Supervisor, admin: Admin, display: ProgressDisplay) -> None:
+        """Look after everything until the controller ends the run, or somebody ends us."""
+        restarts = 0
+        while self._state.ended is None and not self._drain.wait(TURN_SECONDS):
+            self._tend_broker(display)
+            while self._asked_to_kill:
+                supervisor.kill(self._asked_to_kill.pop())
+            supervisor.tend()
+            if supervisor.num_restarts > restarts:
+                restarts = supervisor.num_restarts
+                display.note(f"a worker died and is started again ({restarts} so far); see {self._config.run_directory / 'logs'}")
+            self._show(admin, display, supervisor)
+
+    def _tend_broker(self, display: ProgressDisplay) -> None:
+        if self._broker is not None and not self._broker.is_running:
+            display.note("the broker died and is started again")
+            log.warning("broker.died", error=str(self._broker.died_error()))
+            self._broker.start()
+
+    def _show(self, admin: Admin, display: ProgressDisplay, supervisor: Supervisor) -> None:
+        if time.monotonic() - self._lag_read_at > LAG_EVERY_SECONDS:
+            self._lag_read_at = time.monotonic()
+            try:
+                self._lag = consumer_lag(self._config, admin)
+            except BrokerError as error:
+                log.debug("lag.unknown", error=str(error))
+        with self._lock:
+            display.update(self._state, lag=self._lag, alive=dict.fromkeys(supervisor.pids, True))
+
+    def _conclude(self, wall_seconds: float) -> dict[str, Any]:
+        """Prove the books, write the report, and say whether the goal was reached."""
+        ended = self._state.ended
+        succeeded = ended is not None and ended.succeeded
+        reason = ended.reason if ended else "interrupted; the same command takes the run up where it is"
+        ledger = read_ledger(self._config)
+        report = write_report(self._config, self._state, ledger, wall_seconds=wall_seconds, succeeded=succeeded, reason=reason)
+        if problems := ledger.problems():
+            raise CheckFailed("the ledger found broken promises:\n" + "\n".join(problems))
+        if not succeeded:
+            raise RunFailed(f"run {self._config.run.id} ended before its goal: {reason}")
+        return report

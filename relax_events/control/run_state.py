@@ -1,0 +1,71 @@
+"""The state of a run, rebuilt from the control topics by whoever wants it: the controller, the progress display, the report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from relax_events.events.types import (
+    Command,
+    Event,
+    MetricsReported,
+    Outcome,
+    PolicyVersionPublished,
+    PromptGroupEnded,
+    RunCommanded,
+    TrainStepCommitted,
+    WorkerBeat,
+)
+
+FOLLOWED = ("control.train-steps", "control.group-outcomes", "control.heartbeats", "control.metrics")
+
+
+@dataclass(slots=True)
+class RunState:
+    """What the control log has said so far. Feed it every event, in log order; it never looks anywhere else."""
+
+    policy_version: int = -1
+    steps: list[TrainStepCommitted] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    ended_group_ids: set[str] = field(default_factory=set)
+    failed_in_a_row: int = 0
+    last_failure: str = ""
+    workers: dict[str, WorkerBeat] = field(default_factory=dict)
+    metrics: dict[str, MetricsReported] = field(default_factory=dict)
+    ended: RunCommanded | None = None
+
+    def note(self, event: Event) -> None:
+        """Take in an event."""
+        if isinstance(event, TrainStepCommitted):
+            self.steps.append(event)
+        elif isinstance(event, PolicyVersionPublished):
+            self.policy_version = max(self.policy_version, event.policy_version)
+        elif isinstance(event, PromptGroupEnded):
+            self._note_end(event)
+        elif isinstance(event, WorkerBeat):
+            self.workers[event.worker_id] = event
+        elif isinstance(event, MetricsReported):
+            self.metrics[event.worker_id] = event
+        elif isinstance(event, RunCommanded) and event.command is Command.STOP and event.role is None:
+            self.ended = event
+
+    def _note_end(self, event: PromptGroupEnded) -> None:
+        if event.prompt_group_id in self.ended_group_ids:
+            return
+        self.ended_group_ids.add(event.prompt_group_id)
+        self.outcomes[event.outcome.value] += 1
+        if event.outcome is Outcome.FAILED:
+            self.failed_in_a_row += 1
+            self.last_failure = event.reason
+        elif event.outcome is Outcome.TRAINED:
+            self.failed_in_a_row = 0
+
+    @property
+    def num_steps(self) -> int:
+        """Committed train steps."""
+        return len(self.steps)
+
+    @property
+    def reward(self) -> float | None:
+        """Mean reward of the newest step; None before the first."""
+        return self.steps[-1].figures["reward_mean"] if self.steps else None

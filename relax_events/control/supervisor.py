@@ -1,0 +1,167 @@
+"""Starts a run's worker processes on this machine, starts again what dies, and ends them together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from relax_events.config import RunConfig
+from relax_events.control.orphans import VARIABLE
+from relax_events.errors import ConfigError, EnvironmentProblem, RunFailed, SchemaError
+
+log = structlog.get_logger()
+FATAL_CODES = {ConfigError.exit_code, EnvironmentProblem.exit_code, SchemaError.exit_code}
+BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0)
+RESTART_WINDOW_SECONDS = 60.0
+LOG_TAIL_LINES = 12
+
+
+@dataclass(slots=True)
+class ManagedProcess:
+    """A worker process, or the place where the next one will be."""
+
+    worker_id: str
+    command: list[str]
+    log_path: Path
+    process: subprocess.Popen[bytes] | None = None
+    start_after: float = 0.0
+    starts: list[float] = field(default_factory=list)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process lives."""
+        return self.process is not None and self.process.poll() is None
+
+    def log_tail(self) -> str:
+        """Return the end of the worker's log."""
+        try:
+            lines = self.log_path.read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return "\n".join(lines[-LOG_TAIL_LINES:])
+
+
+class Supervisor:
+    """The processes of a run, each in a process group of its own, with a log file each.
+
+    A worker that ends though nobody asked it to is started again, later each time; one that ends with a usage or
+    configuration error is not, since it would end the same way.
+    """
+
+    def __init__(self, config: RunConfig, config_path: Path) -> None:
+        self._config, self._config_path = config, config_path
+        self._logs = config.run_directory / "logs"
+        self._processes = {process.worker_id: process for process in self._planned()}
+        self.num_restarts = 0
+
+    def _planned(self) -> list[ManagedProcess]:
+        return [self._process(role, index) for role, count in self._config.roles().items() for index in range(count)]
+
+    def _process(self, role: str, index: int) -> ManagedProcess:
+        worker_id = f"{role}-{index}"
+        launcher = [sys.executable, "-m", "relax_events.cli"]
+        if role == "trainer" and self._config.trainer.ranks > 1:
+            ranks = str(self._config.trainer.ranks)
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "-m", "relax_events.cli"]
+        command = [*launcher, "worker", role, str(self._config_path), "--index", str(index)]
+        return ManagedProcess(worker_id, command, self._logs / f"{worker_id}.log")
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by worker."""
+        return {name: managed.process.pid for name, managed in self._processes.items() if managed.is_running and managed.process}
+
+    def start(self) -> None:
+        """Start every worker."""
+        self._logs.mkdir(parents=True, exist_ok=True)
+        for managed in self._processes.values():
+            self._spawn(managed)
+
+    def add(self, role: str) -> str:
+        """Start one more worker of a role; return its id."""
+        index = sum(1 for name in self._processes if name.rpartition("-")[0] == role)
+        managed = self._processes[f"{role}-{index}"] = self._process(role, index)
+        self._spawn(managed)
+        return managed.worker_id
+
+    def _spawn(self, managed: ManagedProcess) -> None:
+        managed.starts = [*managed.starts[-50:], time.monotonic()]
+        with managed.log_path.open("ab") as file:
+            managed.process = subprocess.Popen(
+                managed.command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True, env=worker_environment()
+            )
+        log.info("worker.spawned", worker_id=managed.worker_id, pid=managed.process.pid)
+
+    def tend(self) -> None:
+        """Look after the processes once.
+
+        Raises:
+            RunFailed: A worker ended with an error that a restart won't mend, or too often; the text ends with its log.
+        """
+        now = time.monotonic()
+        for managed in self._processes.values():
+            if managed.process is None:
+                if now >= managed.start_after:
+                    self._spawn(managed)
+            elif (code := managed.process.poll()) is not None and code != 0:
+                self._note_death(managed, code)
+
+    def _note_death(self, managed: ManagedProcess, code: int) -> None:
+        recent = [start for start in managed.starts if time.monotonic() - start < RESTART_WINDOW_SECONDS]
+        if code in FATAL_CODES or len(recent) > self._config.workers.max_restarts:
+            raise RunFailed(f"{managed.worker_id} ended with exit code {code}; the end of {managed.log_path}:\n{managed.log_tail()}")
+        delay = BACKOFF_SECONDS[min(len(recent) - 1, len(BACKOFF_SECONDS) - 1)]
+        log.warning("worker.died", worker_id=managed.worker_id, code=code, restart_in_seconds=delay)
+        self.num_restarts += 1
+        managed.process, managed.start_after = None, time.monotonic() + delay
+
+    def kill(self, worker_id: str) -> None:
+        """Kill a hung worker; `tend` starts it again. Its leases and partitions are free at once."""
+        managed = self._processes.get(worker_id)
+        if managed is not None and managed.process is not None and managed.is_running:
+            log.warning("worker.killed", worker_id=worker_id)
+            signal_group(managed.process, signal.SIGKILL)
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether no process lives."""
+        return not any(managed.is_running for managed in self._processes.values())
+
+    def stop(self, *, timeout_seconds: float, tick: Callable[[], None] = lambda: None) -> None:
+        """Ask all to drain, wait, and kill what is left at the deadline."""
+        for managed in self._processes.values():
+            if managed.process is not None and managed.is_running:
+                managed.process.terminate()
+        deadline = time.monotonic() + timeout_seconds
+        for managed in self._processes.values():
+            while managed.process is not None and managed.is_running and time.monotonic() < deadline:
+                try:
+                    managed.process.wait(0.2)
+                except subprocess.TimeoutExpired:
+                    tick()
+        for managed in self._processes.values():
+            if managed.process is not None and managed.is_running:
+                log.warning("worker.killed", worker_id=managed.worker_id, reason=f"did not drain within {timeout_seconds:g} s")
+                signal_group(managed.process, signal.SIGKILL)
+                managed.process.wait(10)
+
+
+def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to a process and all its children."""
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        return
+
+
+def worker_environment() -> dict[str, str]:
+    """Return the environment of workers: single-threaded numerics unless the user says otherwise, no hub look-ups."""
+    return {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", **os.environ, VARIABLE: str(os.getpid())}

@@ -1,0 +1,80 @@
+"""Prompts made by the problem generators of the package reasoning-gym, each with its own verifier."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import orjson
+
+from relax_events.config import DataConfig
+from relax_events.data.rows import PromptRow, with_system_prompt
+from relax_events.errors import ConfigError, EnvironmentProblem
+from relax_events.events.types import ChatMessage
+
+SEED_STRIDE = 1_000_003  # A task's problem i comes from seed + i; the stride keeps the problems of neighbouring runs apart.
+
+
+class GeneratedSource:
+    """Problems of one reasoning-gym task, made on demand: the same seed and index give the same problem.
+
+    A row's metadata is what the task's verifier needs to score an answer elsewhere: task, options, and the generator's entry.
+    """
+
+    def __init__(self, task: str, config: DataConfig, *, seed: int) -> None:
+        """Set up the generator.
+
+        Args:
+            task: A name that reasoning-gym registers, such as `spell_backward`.
+            config: Gives the number of rows, the generator's options and the system prompt.
+            seed: The run's seed.
+        Raises:
+            ConfigError: There is no such task, or it does not take these options.
+            EnvironmentProblem: reasoning-gym is not installed.
+        """
+        self._task = task
+        self._config = config
+        self._problems = create_task(task, size=config.size, seed=seed * SEED_STRIDE % 2**31, options=config.options)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self._config.size
+
+    def row(self, index: int) -> PromptRow:
+        """Make one problem."""
+        if not 0 <= index < self.rows:
+            raise IndexError(f"row {index} of reasoning_gym:{self._task}: data.size is {self.rows}")
+        entry = self._problems[index]
+        messages = with_system_prompt([ChatMessage.of_text("user", entry["question"])], self._config.system_prompt)
+        metadata = {"task": self._task, "options": self._config.options, "entry": entry}
+        text = orjson.dumps(metadata, default=str, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS).decode()
+        return PromptRow(messages, str(entry["answer"] or ""), text)
+
+
+def create_task(task: str, *, size: int = 1, seed: int = 0, options: dict[str, Any] | None = None) -> Any:
+    """Set up a reasoning-gym task.
+
+    Raises:
+        ConfigError: There is no such task, or it does not take these options.
+        EnvironmentProblem: reasoning-gym is not installed.
+    """
+    package = _import_package()
+    known = package.factory.DATASETS
+    if task not in known:
+        raise ConfigError(f"reasoning-gym has no task {task!r}; set data.source = 'reasoning_gym:<task>' to one of {', '.join(sorted(known))}")
+    try:
+        return package.create_dataset(task, size=size, seed=seed, **(options or {}))
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"reasoning-gym's task {task!r} does not take data.options {options}: {error}") from None
+
+
+def _import_package() -> Any:
+    try:
+        with warnings.catch_warnings():
+            # One of its dependencies compares with `is` to a string: noise that a user can't act upon.
+            warnings.simplefilter("ignore")
+            import reasoning_gym
+    except ImportError as error:
+        raise EnvironmentProblem(f"reasoning_gym: sources need the package reasoning-gym ({error}); install relax-events[tasks]") from None
+    return reasoning_gym

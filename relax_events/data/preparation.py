@@ -1,0 +1,155 @@
+"""Makes the small model that a run file describes, out of the run's own data."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from relax_events.config import DataConfig, RunConfig, WarmStartConfig
+from relax_events.config.sections import TinyModelConfig
+from relax_events.data.rendering import PromptRenderer
+from relax_events.data.rows import PromptRow
+from relax_events.data.sources import open_source
+from relax_events.data.stream import PromptStream
+from relax_events.errors import ConfigError
+from relax_events.models.tiny import make_tiny
+from relax_events.models.tokenizer import constant_phrases
+from relax_events.models.warm_start import SupervisedExample, greedy_completions, warm_start
+
+RECIPE_FILE = "relax_events.json"
+NUM_CHECKED_PROMPTS = 256
+REPORT_EVERY_STEPS = 10
+Report = Callable[[str], None]
+
+
+def prepare_model(config: RunConfig, *, report: Report = print) -> Path:
+    """Make the model of `model.path` where there is none: a tiny model by `model.tiny`, then the warm start.
+
+    A folder that is there is left as it is; if it was made from other settings, the report says so. The folder appears whole or not at all.
+
+    Args:
+        config: The run file.
+        report: Called with a line about each stage.
+    Returns:
+        The folder.
+    Raises:
+        ConfigError: The folder is missing and the run file has no `model.tiny`, or the data is unfit.
+    """
+    path = config.model.path
+    if (path / "config.json").is_file():
+        recipe = path / RECIPE_FILE
+        changed = recipe.is_file() and recipe.read_bytes() != _recipe(config)
+        report(f"model {path} is there" + (", made from other settings; remove it to have it made again" if changed else ""))
+        return path
+    return warm_start_model(config, report=report)
+
+
+def warm_start_model(config: RunConfig, *, output: Path | None = None, report: Report = print) -> Path:
+    """Give a model its supervised start and write it to `output`, or in place of the old one.
+
+    Args:
+        config: The run file; where its `model.path` does not exist the tiny model is made first.
+        output: The folder to write; `model.path` when None.
+        report: Called with a line about each stage.
+    Returns:
+        The folder written.
+    Raises:
+        ConfigError: The folder is missing and the run file has no `model.tiny`, or the data is unfit.
+    """
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    target = output or config.model.path
+    draft = target.with_name(target.name + ".draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        _copy_or_make(config, draft, report)
+        if config.warm_start.steps:
+            _train(config, draft, report)
+        (draft / RECIPE_FILE).write_bytes(_recipe(config))
+        shutil.rmtree(target, ignore_errors=True)
+        draft.rename(target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    report(f"wrote model {target}")
+    return target
+
+
+def make_tiny_for(data: DataConfig, path: Path, *, tiny: TinyModelConfig, seed: int) -> Path:
+    """Write a tiny model whose tokenizer is trained on the prompts and answers of a run's data.
+
+    The text around the problems becomes one token each: see `constant_phrases`.
+    """
+    stream = PromptStream(open_source(data, seed=seed), seed=seed, shuffle=True)
+    rows = [stream[number] for number in range(tiny.corpus_rows)]
+    prompts = [row.messages[-1].text for row in rows]
+    return make_tiny(
+        path,
+        corpus=[*prompts, *(row.answer for row in rows)],
+        family=tiny.family,
+        hidden_size=tiny.hidden_size,
+        num_layers=tiny.num_layers,
+        vocab_size=tiny.vocab_size,
+        phrases=[*constant_phrases(prompts), *([data.system_prompt] if data.system_prompt else [])],
+        seed=seed,
+    )
+
+
+def _copy_or_make(config: RunConfig, draft: Path, report: Report) -> None:
+    if (config.model.path / "config.json").is_file():
+        shutil.copytree(config.model.path, draft)
+    elif config.model.tiny is None:
+        raise ConfigError(f"model folder {config.model.path} does not exist; set model.path, or describe a small model in [model.tiny]")
+    else:
+        make_tiny_for(config.data, draft, tiny=config.model.tiny, seed=config.run.seed)
+        report(f"made a random {config.model.tiny.family} of width {config.model.tiny.hidden_size}")
+
+
+def _train(config: RunConfig, path: Path, report: Report) -> None:
+    renderer = PromptRenderer.from_folder(path, config.data)
+    # Another order than the run's own, so that the run does not begin with the very prompts it was warmed up on.
+    stream = PromptStream(open_source(config.data, seed=config.run.seed), seed=config.run.seed + 1, shuffle=True)
+    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
+    size = config.warm_start.batch_size
+    warm_start(
+        model,
+        batch=lambda step: [_example(renderer, stream[step * size + offset]) for offset in range(size)],
+        config=config.warm_start,
+        report=lambda step, loss: _report_step(step, loss, config.warm_start, report),
+    )
+    first_unseen = config.warm_start.steps * size
+    accuracy = _greedy_accuracy(model, renderer, [stream[first_unseen + offset] for offset in range(NUM_CHECKED_PROMPTS)])
+    report(f"greedy accuracy after the warm start: {accuracy:.2f} on {NUM_CHECKED_PROMPTS} prompts")
+    model.save_pretrained(path)
+
+
+def _report_step(step: int, loss: float, config: WarmStartConfig, report: Report) -> None:
+    if loss < config.target_loss:
+        report(f"warm start: stopped at step {step}, loss {loss:.3f}")
+    elif step % REPORT_EVERY_STEPS == 0 or step == config.steps:
+        report(f"warm start: step {step} of {config.steps}, loss {loss:.3f}")
+
+
+def _greedy_accuracy(model: PreTrainedModel, renderer: PromptRenderer, rows: list[PromptRow]) -> float:
+    completions = greedy_completions(model, [_example(renderer, row) for row in rows])
+    texts = (renderer.completion_text(tokens) for tokens in completions)
+    return sum(text.strip() == row.answer.strip() for text, row in zip(texts, rows, strict=True)) / len(rows)
+
+
+def _example(renderer: PromptRenderer, row: PromptRow) -> SupervisedExample:
+    return SupervisedExample(renderer.prompt_tokens(row.messages), renderer.answer_tokens(row.answer))
+
+
+def _recipe(config: RunConfig) -> bytes:
+    tiny = config.model.tiny
+    recipe = {
+        "data": config.data.model_dump(mode="json"),
+        "tiny": None if tiny is None else tiny.model_dump(mode="json"),
+        "warm_start": config.warm_start.model_dump(mode="json"),
+        "seed": config.run.seed,
+    }
+    return orjson.dumps(recipe, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS)

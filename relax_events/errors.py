@@ -1,0 +1,94 @@
+"""Every error that Relax Events raises on purpose, and what a worker does with it.
+
+RelaxError                      exit with its `exit_code`; the text names the thing, the value, the rule and the remedy
+├── ConfigError                 exit 2: the run file, a flag or the environment is wrong
+├── EnvironmentProblem          exit 2: this machine lacks something the run needs (Java, disk, a network)
+├── BrokerError                 exit 3: the broker said no, or nothing
+│   ├── BrokerUnavailable       retry until the deadline, then exit 3
+│   ├── BrokerRefused           exit 4: authorisation, policy, or a request that the broker will never accept
+│   └── Fenced                  exit 7: another instance took over this role; stop at once, write nothing
+├── SchemaError                 exit 5: writer and reader do not understand each other
+├── CorruptRecord               dead-letter the record and go on
+├── PoisonSample                dead-letter the record, end its prompt group as failed, go on
+├── RewardError                 score the sample as failed with a counted reason, go on
+├── ObjectError                 retry, then treat the record as poison: the referenced object is missing or altered
+├── WeightsError                keep serving the version at hand, report, try the next publication
+├── CheckFailed                 exit 6: a check ran and found something
+└── RunFailed                   exit 1: the run ended without reaching its goal
+"""
+
+
+class RelaxError(Exception):
+    """Something that a person can act upon; the text says what and how."""
+
+    exit_code = 1
+
+
+class ConfigError(RelaxError):
+    """The run file, a flag or the environment is wrong."""
+
+    exit_code = 2
+
+
+class EnvironmentProblem(RelaxError):
+    """This machine lacks something that the run needs."""
+
+    exit_code = 2
+
+
+class BrokerError(RelaxError):
+    """The broker refused, failed or could not be reached."""
+
+    exit_code = 3
+
+
+class BrokerUnavailable(BrokerError):
+    """The broker did not answer before the deadline."""
+
+
+class BrokerRefused(BrokerError):
+    """The broker answered no, and will again."""
+
+    exit_code = 4
+
+
+class Fenced(BrokerError):
+    """Another instance with the same transactional id took over."""
+
+    exit_code = 7
+
+
+class SchemaError(RelaxError):
+    """Writer and reader do not understand each other's schema."""
+
+    exit_code = 5
+
+
+class CorruptRecord(RelaxError):
+    """The bytes of a record are not what its framing promises."""
+
+
+class PoisonSample(RelaxError):
+    """A well-formed record holds values that no worker can use."""
+
+
+class RewardError(RelaxError):
+    """A reward function raised, hung, died or returned no finite number."""
+
+
+class ObjectError(RelaxError):
+    """A referenced object is missing, unreadable, or not the one that was stored."""
+
+
+class WeightsError(RelaxError):
+    """A weight artifact is incomplete, altered or does not fit the model."""
+
+
+class CheckFailed(RelaxError):
+    """A check ran to its end and found something."""
+
+    exit_code = 6
+
+
+class RunFailed(RelaxError):
+    """The run ended without reaching its goal."""

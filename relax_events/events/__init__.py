@@ -1,0 +1,1 @@
+"""The event types, their Avro codec and packed tensors. The only place that knows fastavro."""

@@ -1,0 +1,46 @@
+"""Numeric arrays as little-endian bytes with dtype and shape: a hundred times faster than Avro arrays, decoded as views."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_events.errors import CorruptRecord
+from relax_events.events.types import Array, ObjectRef, StoredArray
+
+DTYPES = {name: np.dtype(name) for name in ("|u1", "|i1", "|b1", "<i2", "<i4", "<i8", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8")}
+
+
+def pack(array: Array) -> dict[str, Any]:
+    """Return the PackedTensor record of an array."""
+    if isinstance(array, StoredArray):
+        reference = array.reference
+        stored = {"uri": reference.uri, "digest": reference.digest, "num_bytes": reference.num_bytes}
+        return {"dtype": array.dtype, "shape": list(array.shape), "data": None, "reference": stored}
+    if array.dtype.str not in DTYPES:
+        array = array.astype(array.dtype.newbyteorder("<"))
+        if array.dtype.str not in DTYPES:
+            raise TypeError(f"arrays of {array.dtype} can't be packed; use one of {', '.join(DTYPES)}")
+    return {"dtype": array.dtype.str, "shape": array.shape, "data": array.tobytes(), "reference": None}
+
+
+def unpack(record: dict[str, Any]) -> Array:
+    """Return the array of a PackedTensor record, a read-only view on its bytes.
+
+    Raises:
+        CorruptRecord: dtype, shape and bytes don't agree; the text gives all three.
+    """
+    dtype, shape, data = DTYPES.get(record["dtype"]), record["shape"], record["data"]
+    if dtype is None:
+        raise CorruptRecord(f"packed tensor has dtype {record['dtype']!r}; known are {', '.join(DTYPES)}")
+    if data is None:
+        if record["reference"] is None:
+            raise CorruptRecord("packed tensor has neither data nor reference")
+        return StoredArray(record["dtype"], tuple(shape), ObjectRef(**record["reference"]))
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
+        raise CorruptRecord(f"packed tensor of {record['dtype']} and shape {list(shape)} can't have {len(data)} bytes")
+    array: NDArray[Any] = np.frombuffer(data, dtype)
+    return array if len(shape) == 1 else array.reshape(shape)

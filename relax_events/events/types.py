@@ -1,0 +1,371 @@
+"""The events, one slotted dataclass for each Avro record of the same name in `schemas/`.
+
+Arrays are numpy views on the record's bytes (read-only, little-endian, C order), or a `StoredArray` when the array
+travelled by claim check and has not been fetched. Times are microseconds since the epoch, UTC.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def now_micros() -> int:
+    """Return the time now, in microseconds since the epoch (UTC)."""
+    return time.time_ns() // 1000
+
+
+class FinishReason(StrEnum):
+    """Why a sample ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Outcome(StrEnum):
+    """How a prompt group ended."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    EXPIRED = "expired"
+    FAILED = "failed"
+
+
+class Modality(StrEnum):
+    """What a content part is."""
+
+    TEXT = "text"
+    IMAGE = "image"
+    AUDIO = "audio"
+    VIDEO = "video"
+
+
+class Command(StrEnum):
+    """What the controller asks for."""
+
+    PAUSE = "pause"
+    RESUME = "resume"
+    DRAIN = "drain"
+    STOP = "stop"
+    RESTART = "restart"
+    SCALE = "scale"
+    PHASE = "phase"
+    UNKNOWN = "unknown"
+
+
+class WorkerState(StrEnum):
+    """What a work loop is at."""
+
+    STARTING = "starting"
+    WORKING = "working"
+    IDLE = "idle"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRef:
+    """Where a large thing lies in the object store, and how to know that it is the right one."""
+
+    uri: str
+    digest: bytes
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """An array that lies in the object store."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    reference: ObjectRef
+
+
+Array = NDArray[np.generic] | StoredArray
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRef:
+    """An image, a sound or a clip by content address."""
+
+    uri: str
+    digest: bytes
+    media_type: str
+    num_bytes: int
+    width: int | None = None
+    height: int | None = None
+    num_frames: int | None = None
+    rate_hertz: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ContentPart:
+    """A piece of a chat message: text or media."""
+
+    kind: Modality
+    text: str | None = None
+    media: MediaRef | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """A message of a conversation."""
+
+    role: str
+    parts: list[ContentPart]
+
+    @classmethod
+    def of_text(cls, role: str, text: str) -> ChatMessage:
+        """Make a message of text alone."""
+        return cls(role, [ContentPart(Modality.TEXT, text)])
+
+    @property
+    def text(self) -> str:
+        """All text of the message, joined."""
+        return "".join(part.text or "" for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSegment:
+    """A run of generated tokens that came from one policy version."""
+
+    policy_version: int
+    num_tokens: int
+    kept_cache: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TopicOffset:
+    """A position in the log."""
+
+    topic: str
+    partition: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRef:
+    """A trainer state in the object store."""
+
+    policy_version: int
+    uri: str
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptGroupIssued:
+    """A prompt was admitted for rollout."""
+
+    prompt_group_id: str
+    train_step: int
+    group_index: int
+    attempt: int
+    row: int
+    required_policy_version: int
+    samples_per_prompt: int
+    messages: list[ChatMessage]
+    answer: str = ""
+    metadata: str = "{}"
+    seed: int
+    issued_at: int = field(default_factory=now_micros)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRolledOut:
+    """A sample was generated."""
+
+    sample_id: str
+    prompt_group_id: str
+    sample_index: int
+    samples_per_prompt: int
+    train_step: int
+    group_index: int
+    attempt: int
+    row: int
+    policy_version: int
+    min_policy_version: int
+    max_policy_version: int
+    version_segments: list[VersionSegment]
+    tokens: Array
+    loss_mask: Array
+    rollout_logprobs: Array
+    num_prompt_tokens: int
+    temperature: float
+    finish_reason: FinishReason
+    completion: str
+    messages: list[ChatMessage]
+    answer: str = ""
+    metadata: str = "{}"
+    routed_experts: Array | None = None
+    worker_id: str = ""
+    rolled_out_at: int = field(default_factory=now_micros)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleScored:
+    """A sample was given a reward, or scoring it failed (`reward` None, `error` set)."""
+
+    sample_id: str
+    prompt_group_id: str
+    policy_version: int
+    reward: float | None = None
+    components: dict[str, float] = field(default_factory=dict)
+    reward_name: str
+    reward_digest: str = ""
+    error: str | None = None
+    seconds: float = 0.0
+    scored_at: int = field(default_factory=now_micros)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleEvaluated:
+    """A model other than the engine computed values along a sample."""
+
+    sample_id: str
+    prompt_group_id: str
+    policy_version: int
+    evaluator: str
+    evaluator_version: int
+    values: Array
+    evaluated_at: int = field(default_factory=now_micros)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleReady:
+    """All that the trainer needs for one sample."""
+
+    sample_id: str
+    prompt_group_id: str
+    sample_index: int
+    samples_per_prompt: int
+    train_step: int
+    group_index: int
+    attempt: int
+    row: int
+    policy_version: int
+    min_policy_version: int
+    max_policy_version: int
+    tokens: Array
+    loss_mask: Array
+    rollout_logprobs: Array
+    actor_logprobs: Array | None = None
+    ref_logprobs: Array | None = None
+    advantages: Array
+    reward: float
+    temperature: float
+    num_prompt_tokens: int
+    finish_reason: FinishReason
+    media: list[MediaRef] = field(default_factory=list)
+    routed_experts: Array | None = None
+    ready_at: int = field(default_factory=now_micros)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptGroupEnded:
+    """A prompt group came to its end: trained, or dropped with a reason."""
+
+    prompt_group_id: str
+    train_step: int
+    group_index: int
+    attempt: int
+    row: int
+    outcome: Outcome
+    reason: str = ""
+    policy_version: int
+    trainer_version: int
+    mean_reward: float | None = None
+    ended_at: int = field(default_factory=now_micros)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyVersionPublished:
+    """New weights may be used."""
+
+    policy_version: int
+    artifact: ObjectRef
+    transports: list[str]
+    start_offsets: list[TopicOffset]
+    published_at: int = field(default_factory=now_micros)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainStepCommitted:
+    """An optimizer step became real: what it trained on, in which order, and what came out."""
+
+    train_step: int
+    policy_version: int
+    prompt_group_ids: list[str]
+    sample_ids: list[str]
+    partitions: Array
+    offsets: Array
+    ranks: Array
+    micro_batches: Array
+    consumed: list[TopicOffset]
+    staleness_counts: list[int]
+    figures: dict[str, float]
+    phase_seconds: dict[str, float]
+    weights_digest: bytes
+    checkpoint: CheckpointRef | None = None
+    committed_at: int = field(default_factory=now_micros)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCommanded:
+    """The controller asks all, a role or one worker for something."""
+
+    command: Command
+    role: str | None = None
+    worker_id: str | None = None
+    reason: str
+    succeeded: bool = False
+    arguments: dict[str, str] = field(default_factory=dict)
+    commanded_at: int = field(default_factory=now_micros)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerBeat:
+    """A worker's work loop is alive."""
+
+    worker_id: str
+    role: str
+    host: str
+    pid: int
+    state: WorkerState
+    num_processed: int
+    num_in_flight: int
+    policy_version: int = -1
+    metrics_port: int = 0
+    last_progress_at: int
+    beat_at: int = field(default_factory=now_micros)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsReported:
+    """Figures of a worker over an interval."""
+
+    worker_id: str
+    role: str
+    policy_version: int = -1
+    values: dict[str, float]
+    reported_at: int = field(default_factory=now_micros)
+
+
+Event = (
+    PromptGroupIssued
+    | SampleRolledOut
+    | SampleScored
+    | SampleEvaluated
+    | SampleReady
+    | PromptGroupEnded
+    | PolicyVersionPublished
+    | TrainStepCommitted
+    | RunCommanded
+    | WorkerBeat
+    | MetricsReported
+)

@@ -1,0 +1,114 @@
+"""Opens the storage behind a URI, and turns its errors into ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from obstore.exceptions import BaseError
+from obstore.store import LocalStore, MemoryStore, from_url
+
+from relax_events.errors import ConfigError, ObjectError
+
+SCHEMES = "file:///directory, memory://, s3://bucket/prefix or gs://bucket/prefix"
+NO_SPACE = ("No space left", "os error 28", "quota exceeded", "os error 122")
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """How long a call to a remote store may take. A store on this machine answers or fails by itself."""
+
+    connect_seconds: float = 5.0
+    """To open a connection."""
+    request_seconds: float = 60.0
+    """For one request, its body included; large objects go in parts, so that this bounds a part."""
+    retry_seconds: float = 120.0
+    """After which a failed request is not tried again."""
+    max_retries: int = 8
+    """Tries after the first, with a growing, jittered pause of at most 5 s."""
+
+    def options(self) -> dict[str, Any]:
+        """Give the same as obstore's options."""
+        return {
+            "client_options": {"connect_timeout": timedelta(seconds=self.connect_seconds), "timeout": timedelta(seconds=self.request_seconds)},
+            "retry_config": {
+                "max_retries": self.max_retries,
+                "retry_timeout": timedelta(seconds=self.retry_seconds),
+                "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """An opened storage; `root` is the URI of its top, with a slash at the end."""
+
+    root: str
+    storage: Any
+    is_remote: bool
+
+
+def open_backend(uri: str, *, deadlines: Deadlines) -> Backend:
+    """Open the storage that a URI names; a local directory is made if missing, a bucket is not.
+
+    Credentials and regions come from the environment, as the cloud's own tools take them.
+
+    Raises:
+        ConfigError: The URI is of no known scheme, lacks a part, or can't be opened; the text names it.
+    """
+    parts = urlsplit(uri)
+    try:
+        match parts.scheme:
+            case "file":
+                return _open_directory(uri, parts)
+            case "memory":
+                return Backend("memory:///", MemoryStore(), is_remote=False)
+            case "s3" | "gs" if parts.netloc:
+                root = uri.rstrip("/")
+                return Backend(f"{root}/", from_url(root, **deadlines.options()), is_remote=True)
+    except (BaseError, OSError, ValueError) as error:
+        raise ConfigError(f"objects.uri = {uri!r} can't be opened: {first_line(error)}; set objects.uri to {SCHEMES}") from error
+    raise ConfigError(f"objects.uri = {uri!r} is no object store; set objects.uri to {SCHEMES}")
+
+
+def _open_directory(uri: str, parts: SplitResult) -> Backend:
+    path = Path(unquote(parts.path))
+    if parts.netloc or not path.is_absolute():
+        raise ConfigError(f"objects.uri = {uri!r} must name an absolute directory, with three slashes: file:///directory")
+    path.mkdir(parents=True, exist_ok=True)
+    return Backend(f"{path.resolve().as_uri()}/", LocalStore(path.resolve()), is_remote=False)
+
+
+@contextmanager
+def translated(action: str, uri: str) -> Iterator[None]:
+    """Raise storage errors as `ObjectError` that names the action, the object and the remedy.
+
+    Args:
+        action: What is tried, such as `read`.
+        uri: Of the object.
+    Raises:
+        ObjectError: The storage failed.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ObjectError(
+            f"can't {action} {uri}: there is no such object; was it deleted by retention, or does objects.uri name another store?"
+        ) from error
+    except (BaseError, OSError, ValueError) as error:
+        text = first_line(error)
+        if any(sign in text for sign in NO_SPACE):
+            raise ObjectError(
+                f"can't {action} {uri}: the object store is full; free space there or set objects.uri to a larger one ({text})"
+            ) from error
+        raise ObjectError(f"can't {action} {uri}: {text}") from error
+
+
+def first_line(error: Exception) -> str:
+    """Give an error's text without the storage's debug output."""
+    return str(error).partition("\n")[0] or type(error).__name__

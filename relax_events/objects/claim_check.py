@@ -1,0 +1,89 @@
+"""Claim check: large arrays of an event travel by reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_events.errors import ObjectError
+from relax_events.events.types import StoredArray
+from relax_events.objects.store import ObjectStore
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+EventT = TypeVar("EventT", bound="DataclassInstance")
+
+
+def check_in(event: EventT, store: ObjectStore, *, inline_max_bytes: int) -> EventT:
+    """Store the large arrays of an event and return the event with references in their place.
+
+    An event without large arrays is returned as it is, the same object.
+
+    Args:
+        event: A dataclass; only its own fields are looked at.
+        store: Where the arrays go, by content.
+        inline_max_bytes: Arrays above this are stored.
+    Raises:
+        ObjectError: The store failed.
+    """
+    stored = {}
+    for name in _field_names(type(event)):
+        value = getattr(event, name)
+        if isinstance(value, np.ndarray) and value.nbytes > inline_max_bytes:
+            stored[name] = store_array(value, store)
+    return _replaced(event, stored)
+
+
+def check_out(event: EventT, store: ObjectStore) -> EventT:
+    """Fetch the stored arrays of an event and return the event with read-only views on them.
+
+    An event without stored arrays is returned as it is, the same object.
+
+    Raises:
+        ObjectError: An object is missing, was altered, or is not of the promised dtype and shape; the text names it.
+    """
+    fetched = {}
+    for name in _field_names(type(event)):
+        value = getattr(event, name)
+        if isinstance(value, StoredArray):
+            fetched[name] = fetch_array(value, store)
+    return _replaced(event, fetched)
+
+
+def store_array(array: NDArray[Any], store: ObjectStore) -> StoredArray:
+    """Put one array into the store, little-endian and in C order.
+
+    Raises:
+        ObjectError: The store failed.
+    """
+    plain = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    return StoredArray(plain.dtype.str, array.shape, store.put(plain.reshape(-1).view(np.uint8).data))
+
+
+def fetch_array(stored: StoredArray, store: ObjectStore) -> NDArray[Any]:
+    """Read one array back, as a read-only view on the fetched bytes.
+
+    Raises:
+        ObjectError: The object is missing, was altered, or is not of the promised dtype and shape.
+    """
+    data = store.get(stored.reference)
+    try:
+        return np.frombuffer(data, np.dtype(stored.dtype)).reshape(stored.shape)
+    except (TypeError, ValueError) as error:
+        raise ObjectError(
+            f"{stored.reference.uri} holds {len(data)} bytes, which is no array of {stored.dtype} and shape {list(stored.shape)}"
+        ) from error
+
+
+@cache
+def _field_names(kind: type[DataclassInstance]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
+def _replaced(event: EventT, changes: dict[str, Any]) -> EventT:
+    return dataclasses.replace(event, **changes) if changes else event

@@ -1,0 +1,130 @@
+"""Follows the control topics: which version is out, what the controller asks for, which schemas writers use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from relax_events.broker.connection import Connection
+from relax_events.broker.consumer import LogReader
+from relax_events.broker.records import Record
+from relax_events.errors import BrokerUnavailable, CorruptRecord, RelaxError, SchemaError
+from relax_events.events.codec import EventCodec
+from relax_events.events.types import Command, Event, PolicyVersionPublished, RunCommanded
+from relax_events.topics import TopicPlan
+
+log = structlog.get_logger()
+ALWAYS = ("control.schemas", "control.policy-versions", "control.commands")
+Listener = Callable[[Event], None]
+
+
+class ControlFollower:
+    """Reads control topics from their beginning, then live, in a thread of its own.
+
+    Listeners are called in that thread, in log order, once the follower has caught up; each topic has one partition,
+    so all workers see the same order. Versions are monotonic: an older one that appears again is ignored.
+    """
+
+    def __init__(self, connection: Connection, plan: TopicPlan, codec: EventCodec, *, also: Sequence[str] = ()) -> None:
+        self._codec = codec
+        self._schemas_topic = plan.topic("control.schemas")
+        self._places = [(plan.topic(entity), 0) for entity in (*ALWAYS, *also)]
+        self._connection = connection
+        self._listeners: list[Listener] = []
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._learnt: dict[tuple[str, int], int] = {}
+        self.latest: PolicyVersionPublished | None = None
+        self.paused = False
+        self._reader = LogReader(connection)
+        self.history: list[Event] = [event for record in self._reader.read_to_end(self._places) if (event := self._take(record)) is not None]
+        self._thread = threading.Thread(target=self._follow, name="control", daemon=True)
+
+    def start(self, *listeners: Listener) -> None:
+        """Replay what was read so far to the listeners, then go on live."""
+        self._listeners = list(listeners)
+        history, self.history = self.history, []
+        for event in history:
+            self._tell(event)
+        self._thread.start()
+
+    @property
+    def policy_version(self) -> int:
+        """The newest published version, -1 before the first."""
+        latest = self.latest
+        return latest.policy_version if latest else -1
+
+    def wait_for_version(self, version: int, *, timeout_seconds: float) -> bool:
+        """Wait until `version` or a newer one is published."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.policy_version >= version, timeout_seconds)
+
+    def learn_schemas(self) -> None:
+        """Read control.schemas to its end now: someone used a schema that is new to us."""
+        reader = LogReader(self._connection)
+        try:
+            for record in reader.read_to_end([(self._schemas_topic, 0)]):
+                self._learn(record)
+        finally:
+            reader.close()
+
+    def close(self) -> None:
+        """Stop following."""
+        self._closing.set()
+        if self._thread.ident is not None:
+            self._thread.join(5)
+        self._reader.close()
+
+    def _follow(self) -> None:
+        self._reader.assign({place: self._learnt.get(place, 0) for place in self._places})
+        while not self._closing.is_set():
+            try:
+                records = self._reader.fetch(timeout_seconds=0.5)
+            except BrokerUnavailable as error:
+                log.warning("control.disturbed", error=str(error))
+                continue
+            for record in records:
+                event = self._take(record)
+                if event is not None:
+                    self._tell(event)
+
+    def _take(self, record: Record) -> Event | None:
+        self._learnt[record.topic, record.partition] = record.offset + 1
+        if record.topic == self._schemas_topic:
+            self._learn(record)
+            return None
+        try:
+            event = self._codec.decode(record.value)
+        except (CorruptRecord, SchemaError) as error:
+            log.error("control_record.refused", place=record.place, error=str(error))
+            return None
+        if isinstance(event, PolicyVersionPublished) and not self._is_newer(event):
+            return None
+        return event
+
+    def _learn(self, record: Record) -> None:
+        if record.value:
+            try:
+                self._codec.learn(record.value)
+            except SchemaError as error:
+                log.error("control_record.refused", place=record.place, error=str(error))
+
+    def _is_newer(self, event: PolicyVersionPublished) -> bool:
+        if event.policy_version <= self.policy_version:
+            log.warning("policy_version.repeated", policy_version=event.policy_version, latest=self.policy_version)
+            return False
+        with self._changed:
+            self.latest = event
+            self._changed.notify_all()
+        return True
+
+    def _tell(self, event: Event) -> None:
+        if isinstance(event, RunCommanded) and event.command in (Command.PAUSE, Command.RESUME):
+            self.paused = event.command is Command.PAUSE
+        for listener in self._listeners:
+            try:
+                listener(event)
+            except RelaxError as error:
+                log.error("control_event.refused", event_type=type(event).__name__, error=str(error))

@@ -1,0 +1,130 @@
+"""Joins what is known about the samples of a prompt group, and knows up to where the inputs have been used up.
+
+Pure state: records go in, complete prompt groups come out. All inputs are partitioned alike, so a join never crosses a
+partition. A prompt group that was generated twice on different policy versions forms two joins, one in each slot; the
+trainer keeps whichever it sees first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from relax_events.broker.records import Record
+from relax_events.events.types import SampleEvaluated, SampleRolledOut, SampleScored, TopicOffset
+
+Key = tuple[str, int]
+Place = tuple[str, int]
+
+
+@dataclass(slots=True)
+class JoinedGroup:
+    """One generation of a prompt group, as far as it has arrived."""
+
+    prompt_group_id: str
+    policy_version: int
+    partition: int
+    samples: dict[str, SampleRolledOut] = field(default_factory=dict)
+    scores: dict[str, SampleScored] = field(default_factory=dict)
+    evaluations: dict[str, dict[str, SampleEvaluated]] = field(default_factory=dict)
+    poisoned: str = ""
+    held: list[tuple[Place, int]] = field(default_factory=list)
+
+    @property
+    def is_rolled_out(self) -> bool:
+        """Whether all samples have been generated, so that its lease was or will be settled."""
+        return bool(self.samples) and len(self.samples) == next(iter(self.samples.values())).samples_per_prompt
+
+    def is_complete(self, evaluators: frozenset[str]) -> bool:
+        """Whether every sample has its score and its evaluations."""
+        wanted = len(self.samples)
+        return (
+            self.is_rolled_out
+            and self.scores.keys() >= self.samples.keys()
+            and all(len(self.evaluations.get(name, ())) >= wanted for name in evaluators)
+        )
+
+    def ordered_samples(self) -> list[SampleRolledOut]:
+        """Return the samples by their index."""
+        return sorted(self.samples.values(), key=lambda sample: sample.sample_index)
+
+
+class GroupJoin:
+    """The open prompt groups of the partitions that this worker holds."""
+
+    def __init__(self, *, evaluators: frozenset[str]) -> None:
+        self._evaluators = evaluators
+        self._open: dict[Key, JoinedGroup] = {}
+        self._held: dict[Place, dict[int, Key]] = {}
+        self._positions: dict[Place, int] = {}
+        self._done: dict[Key, int] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Prompt groups that are not complete."""
+        return len(self._open)
+
+    def add(self, record: Record, event: SampleRolledOut | SampleScored | SampleEvaluated) -> JoinedGroup | None:
+        """Take in one event; return its prompt group when that makes it complete. What came before is ignored."""
+        group = self._group_of(record, (event.prompt_group_id, event.policy_version))
+        if group is None:
+            return None
+        if isinstance(event, SampleRolledOut):
+            group.samples.setdefault(event.sample_id, event)
+        elif isinstance(event, SampleScored):
+            group.scores.setdefault(event.sample_id, event)
+        else:
+            group.evaluations.setdefault(event.evaluator, {}).setdefault(event.sample_id, event)
+        return group if group.is_complete(self._evaluators) else None
+
+    def poison(self, record: Record, reason: str) -> JoinedGroup | None:
+        """Note that a record of a prompt group is unusable: the prompt group is over. Return it the first time."""
+        group = self._group_of(record, (record.key, -1 if record.policy_version is None else record.policy_version))
+        if group is not None:
+            group.poisoned = reason
+        return group
+
+    def pass_over(self, record: Record) -> None:
+        """Note a record that was read and is of no use, such as one whose version left the window."""
+        self._positions[record.topic, record.partition] = record.offset + 1
+
+    def close(self, group: JoinedGroup) -> None:
+        """Forget a prompt group that was dealt with; late copies of its records are ignored."""
+        key = (group.prompt_group_id, group.policy_version)
+        del self._open[key]
+        self._done[key] = group.policy_version
+        for place, offset in group.held:
+            self._held[place].pop(offset, None)
+
+    def expired(self, oldest_version: int) -> list[JoinedGroup]:
+        """Return the open prompt groups of versions below `oldest_version`, and forget finished ones of such versions."""
+        for key in [key for key, version in self._done.items() if version < oldest_version]:
+            del self._done[key]
+        return [group for group in self._open.values() if group.policy_version < oldest_version]
+
+    def drop_partition(self, topic: str, partition: int) -> None:
+        """Forget what belongs to a partition that went to another member; it will read it again."""
+        self._positions.pop((topic, partition), None)
+        for group in [group for group in self._open.values() if group.partition == partition]:
+            self.close(group)
+            del self._done[group.prompt_group_id, group.policy_version]
+
+    def low_watermarks(self) -> list[TopicOffset]:
+        """Return, for each input partition, the position below which nothing is needed any more."""
+        marks = []
+        for (topic, partition), position in self._positions.items():
+            oldest = next(iter(self._held.get((topic, partition), ())), position)
+            marks.append(TopicOffset(topic, partition, oldest))
+        return marks
+
+    def _group_of(self, record: Record, key: Key) -> JoinedGroup | None:
+        place = (record.topic, record.partition)
+        self._positions[place] = record.offset + 1
+        if key in self._done:
+            return None
+        group = self._open.get(key)
+        if group is None:
+            group = self._open[key] = JoinedGroup(key[0], key[1], record.partition)
+        if record.offset not in self._held.setdefault(place, {}):
+            self._held[place][record.offset] = key
+            group.held.append((place, record.offset))
+        return group

@@ -1,0 +1,94 @@
+"""A role that makes one output record of each input record: consume, process, produce, commit, in that order.
+
+The input offset is committed only after the outputs are acknowledged. A crash in between gives the same outputs again,
+under the same ids; whoever reads them keeps the first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from relax_events.broker.consumer import GroupConsumer
+from relax_events.broker.records import OutRecord, Record
+from relax_events.errors import PoisonSample
+from relax_events.events.types import Event, PolicyVersionPublished, SampleRolledOut, TopicOffset
+from relax_events.pipeline.control import Listener
+from relax_events.pipeline.validation import check_sample
+from relax_events.pipeline.worker import Worker
+from relax_events.policy import skip_targets
+
+Handle = Callable[[Sequence[SampleRolledOut]], Sequence[OutRecord]]
+IDLE_SECONDS = 0.5
+
+
+class MapRole:
+    """The loop of a role over `rollout.samples`.
+
+    Waits for records; is unblocked by the broker, or every half second to beat. Records whose version left the window
+    are passed over without being decoded, and a newly published version moves the consumer past what is stale in its slot.
+    """
+
+    def __init__(self, worker: Worker, handle: Handle, *, max_records: int = 256, listeners: Sequence[Listener] = ()) -> None:
+        self._worker, self._handle, self._max_records = worker, handle, max_records
+        self._topic = worker.plan.topic("rollout.samples")
+        self._published: list[PolicyVersionPublished] = []
+        self._listeners = listeners
+        self._consumer = GroupConsumer(worker.connection, consumer_group=worker.plan.consumer_group(worker.role), topics=[self._topic])
+
+    def run(self) -> None:
+        """Work until the drain starts; then finish the record batch at hand and leave the group."""
+        worker = self._worker
+        worker.follow(self._note_version, *self._listeners)
+        while not worker.drain.requested:
+            records = [] if worker.control.paused else self._consumer.fetch(self._max_records, timeout_seconds=IDLE_SECONDS)
+            if records:
+                self._process(records)
+            elif worker.control.paused:
+                worker.drain.wait(IDLE_SECONDS)
+            self._skip_stale()
+            worker.tick(working=bool(records))
+        self._consumer.close()
+
+    def _process(self, records: list[Record]) -> None:
+        started = time.monotonic()
+        live = [record for record in records if not self._worker.is_expired(record.policy_version)]
+        self._worker.metrics.expired(len(records) - len(live))
+        samples = [sample for record in live if (sample := self._sample(record)) is not None]
+        self._worker.beats.num_in_flight = len(samples)
+        for out in self._handle(samples) if samples else ():
+            self._worker.producer.send(out)
+        self._worker.producer.flush()
+        self._consumer.commit(next_offsets(records))
+        self._worker.beats.num_in_flight = 0
+        self._worker.finished(len(records), started)
+
+    def _sample(self, record: Record) -> SampleRolledOut | None:
+        """Decode and check; what is unfit goes to the dead letters (the advantage role ends its prompt group)."""
+        event = self._worker.decode(record)
+        if event is None:
+            return None
+        try:
+            return check_sample(event)
+        except PoisonSample as error:
+            self._worker.dead_letter(record, error)
+            return None
+
+    def _note_version(self, event: Event) -> None:
+        if isinstance(event, PolicyVersionPublished):
+            self._published.append(event)
+
+    def _skip_stale(self) -> None:
+        published, self._published = self._published, []
+        for event in published:
+            starts = [(offset.partition, offset.offset) for offset in event.start_offsets if offset.topic == self._topic]
+            positions = {partition: position for (_, partition), position in self._consumer.positions.items()}
+            for partition, offset in skip_targets(positions, starts).items():
+                self._worker.metrics.expired(offset - positions[partition])
+                self._consumer.seek(self._topic, partition, offset)
+
+
+def next_offsets(records: Sequence[Record]) -> list[TopicOffset]:
+    """Return the position behind the last record of each partition."""
+    last = {(record.topic, record.partition): record.offset + 1 for record in records}
+    return [TopicOffset(topic, partition, offset) for (topic, partition), offset in last.items()]

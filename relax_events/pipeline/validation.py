@@ -1,0 +1,57 @@
+"""What must hold for a sample before anyone computes with it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from relax_events.errors import CorruptRecord, PoisonSample
+from relax_events.events.types import Array, Event, SampleReady, SampleRolledOut, StoredArray
+from relax_events.policy import IssuedGroup
+
+
+def check_sample(event: Event) -> SampleRolledOut:
+    """Return a rolled-out sample whose arrays agree and whose numbers are finite.
+
+    Raises:
+        PoisonSample: Something doesn't hold; the text names the sample, the field and the value.
+    """
+    if not isinstance(event, SampleRolledOut):
+        raise PoisonSample(f"expected SampleRolledOut, got {type(event).__name__}")
+    _check_arrays(event, ("loss_mask", "rollout_logprobs"))
+    return event
+
+
+def check_ready(event: Event) -> SampleReady:
+    """Return a ready sample whose arrays agree and whose numbers are finite; raises as `check_sample`."""
+    if not isinstance(event, SampleReady):
+        raise PoisonSample(f"expected SampleReady, got {type(event).__name__}")
+    _check_arrays(event, ("loss_mask", "rollout_logprobs", "advantages", "actor_logprobs", "ref_logprobs"))
+    if not np.isfinite(event.reward):
+        raise PoisonSample(f"sample {event.sample_id}: reward must be finite, got {event.reward}")
+    return event
+
+
+def _check_arrays(event: SampleRolledOut | SampleReady, fields: tuple[str, ...]) -> None:
+    where = f"sample {event.sample_id}"
+    try:
+        IssuedGroup.parse(event.prompt_group_id)
+    except CorruptRecord as error:
+        raise PoisonSample(f"{where}: {error}") from None
+    if not 0 <= event.sample_index < event.samples_per_prompt:
+        raise PoisonSample(f"{where}: sample_index must be below samples_per_prompt, got {event.sample_index} of {event.samples_per_prompt}")
+    tokens = event.tokens
+    if tokens.shape in ((), (0,)) or len(tokens.shape) != 1:
+        raise PoisonSample(f"{where}: tokens must be a non-empty vector, got shape {tokens.shape}")
+    if not isinstance(tokens, StoredArray) and tokens.min() < 0:
+        raise PoisonSample(f"{where}: tokens must be >= 0, got {tokens.min()}")
+    for name in fields:
+        _check_array(getattr(event, name), tokens.shape, f"{where}: {name}")
+
+
+def _check_array(array: Array | None, shape: tuple[int, ...], what: str) -> None:
+    if array is None:
+        return
+    if array.shape != shape:
+        raise PoisonSample(f"{what} must have the shape of tokens {shape}, got {array.shape}")
+    if not isinstance(array, StoredArray) and array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise PoisonSample(f"{what} must be finite, got {array[~np.isfinite(array)][0]} at {int(np.argmin(np.isfinite(array)))}")

@@ -1,0 +1,177 @@
+"""What every role has at hand: the connection, the plan, the codec, a producer, the control topics, beats and the drain."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Protocol
+
+import structlog
+
+from relax_events.broker.connection import Connection
+from relax_events.broker.producer import RecordProducer
+from relax_events.broker.records import POLICY_VERSION_HEADER, OutRecord, Record
+from relax_events.config import RunConfig
+from relax_events.errors import CorruptRecord, ObjectError, RelaxError, SchemaError
+from relax_events.events.codec import EventCodec, UnknownFingerprint
+from relax_events.events.types import Command, Event, MetricsReported, Outcome, PromptGroupEnded, RunCommanded, WorkerBeat, WorkerState
+from relax_events.pipeline.beats import Beats
+from relax_events.pipeline.control import ControlFollower, Listener
+from relax_events.pipeline.drain import Drain
+from relax_events.policy import IssuedGroup, is_expired
+from relax_events.telemetry.endpoint import WorkerEndpoint
+from relax_events.telemetry.logs import configure_logs
+from relax_events.telemetry.metrics import WorkerMetrics
+from relax_events.topics import TopicPlan
+
+log = structlog.get_logger()
+
+
+class ClaimCheck(Protocol):
+    """Keeps large arrays out of records: `check_in` stores them and leaves references, `check_out` fetches them back."""
+
+    def check_in(self, event: Event) -> Event:
+        """Return the event with its large arrays stored; the same object when there is none."""
+
+    def check_out(self, event: Event) -> Event:
+        """Return the event with its stored arrays fetched; the same object when there is none."""
+
+
+class Worker(AbstractContextManager["Worker"]):
+    """One process of a role. Enter it to publish our schemas, follow control and beat; leave it to say goodbye."""
+
+    def __init__(
+        self, role: str, config: RunConfig, *, claim_check: ClaimCheck, index: int = 0, follow: Sequence[str] = (), linger_ms: float | None = None
+    ) -> None:
+        self._claim_check = claim_check
+        self.role, self.config = role, config
+        self.worker_id = f"{role}-{index}"
+        configure_logs(config.telemetry, role=role, worker_id=self.worker_id, run_id=config.run.id)
+        self.plan = TopicPlan.of(config)
+        self.connection = Connection.of(config.broker, client_id=f"{config.run.id}.{self.worker_id}")
+        self.codec = EventCodec()
+        self.metrics = WorkerMetrics(role)
+        self.drain = Drain(seconds=config.workers.drain_seconds)
+        self.beats = Beats(self._beat, worker_id=self.worker_id, role=role, interval_seconds=config.workers.beat_seconds)
+        self.producer = RecordProducer(self.connection, linger_ms=config.broker.linger_ms if linger_ms is None else linger_ms)
+        self.control = ControlFollower(self.connection, self.plan, self.codec, also=follow)
+        hung = config.workers.hung_seconds
+        self._endpoint = WorkerEndpoint(
+            config.telemetry,
+            self.metrics,
+            healthy=lambda: self.beats.seconds_since_beat < hung,
+            ready=lambda: self.control.policy_version >= 0 and not self.drain.requested,
+        )
+        self.beats.metrics_port = self._endpoint.port
+
+    def __enter__(self) -> Worker:
+        published = self.codec.published_form()
+        self.producer.write(OutRecord(self.plan.topic("control.schemas"), schema, key=name.hex()) for name, schema in published.items())
+        self.beats.tick(WorkerState.STARTING)
+        log.info("worker.started", metrics_port=self._endpoint.port)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.control.close()
+        if kind is None:
+            self.beats.tick(WorkerState.STOPPED)
+        self.producer.close()
+        self._endpoint.close()
+        log.info("worker.stopped", num_processed=self.beats.num_processed)
+
+    def follow(self, *listeners: Listener) -> None:
+        """Start following control; a stop, drain or restart that is meant for us starts the drain."""
+        self.control.start(self._obey, *listeners)
+
+    def outbound(self, entity: str, event: Event, *, key: str = "", partition: int = -1, policy_version: int | None = None) -> OutRecord:
+        """Make a record of an event for one of the run's topics."""
+        headers = {} if policy_version is None else {POLICY_VERSION_HEADER: str(policy_version)}
+        return OutRecord(self.plan.topic(entity), self.codec.encode(self._claim_check.check_in(event)), key=key, partition=partition, headers=headers)
+
+    def sample_record(self, entity: str, event: Event, *, prompt_group_id: str, policy_version: int) -> OutRecord:
+        """Make a record for a sample topic: the partition follows from prompt group and version, alike on all of them."""
+        partition = self.plan.partition(prompt_group_id, policy_version)
+        return self.outbound(entity, event, key=prompt_group_id, partition=partition, policy_version=policy_version)
+
+    def tombstone(self, prompt_group_id: str, outcome: Outcome, reason: str, *, policy_version: int | None = None, mean_reward: float | None = None) -> OutRecord:
+        """Make the record that asks the trainer to end a prompt group untrained.
+
+        It goes into the slot of the newest version, so that the trainer surely reads it; the trainer decides, since only
+        it knows whether the prompt group has been trained meanwhile.
+        """
+        group, version = IssuedGroup.parse(prompt_group_id), max(self.control.policy_version, 0)
+        ended = PromptGroupEnded(
+            prompt_group_id=prompt_group_id,
+            train_step=group.place.train_step,
+            group_index=group.place.group_index,
+            attempt=group.attempt,
+            row=group.row,
+            outcome=outcome,
+            reason=reason,
+            policy_version=version if policy_version is None else policy_version,
+            trainer_version=version,
+            mean_reward=mean_reward,
+        )
+        return self.sample_record("advantage.samples", ended, prompt_group_id=prompt_group_id, policy_version=version)
+
+    def decode(self, record: Record) -> Event | None:
+        """Return a record's event; what can't be decoded goes to the dead letters and gives None."""
+        try:
+            return self.fetched(self._decode_learning(record.value))
+        except (CorruptRecord, SchemaError, ObjectError) as error:
+            self.dead_letter(record, error)
+            return None
+
+    def fetched(self, event: Event) -> Event:
+        """Return an event with its stored arrays fetched."""
+        return self._claim_check.check_out(event)
+
+    def _decode_learning(self, value: bytes) -> Event:
+        """Decode; on a schema that is new to us, look once on control.schemas, where every writer publishes its own first."""
+        try:
+            return self.codec.decode(value)
+        except UnknownFingerprint:
+            self.control.learn_schemas()
+        return self.codec.decode(value)
+
+    def dead_letter(self, record: Record, error: RelaxError) -> None:
+        """Keep a record that can't be used, untouched, with where it came from and what is wrong with it."""
+        reason = type(error).__name__
+        origin = {"origin-topic": record.topic, "origin-partition": str(record.partition), "origin-offset": str(record.offset)}
+        headers = {**record.headers, **origin, "error-class": reason, "error-text": str(error)[:2000], "worker-id": self.worker_id}
+        self.producer.send(OutRecord(self.plan.topic(f"{self.role}.dead-letters"), record.value, key=record.key, headers=headers))
+        self.metrics.dead_lettered(reason)
+        log.error("record.dead_lettered", place=record.place, prompt_group_id=record.key, reason=reason, error=str(error))
+
+    def is_expired(self, policy_version: int | None) -> bool:
+        """Tell whether a version has left the window, as far as this worker knows."""
+        known = self.control.policy_version
+        return policy_version is not None and is_expired(policy_version, trainer_version=known, max_staleness=self.config.run.max_staleness)
+
+    def finished(self, count: int, started: float) -> None:
+        """Note a finished record batch; `started` is `time.monotonic()` at its begin."""
+        seconds = time.monotonic() - started
+        self.metrics.processed(count, seconds=seconds)
+        self.beats.progress(count, seconds=seconds)
+
+    def tick(self, *, working: bool) -> None:
+        """Beat, from the work loop."""
+        state = WorkerState.DRAINING if self.drain.requested else WorkerState.WORKING if working else WorkerState.IDLE
+        self.metrics.policy_version(self.control.policy_version)
+        self.metrics.in_flight(self.beats.num_in_flight)
+        self.beats.tick(state)
+
+    def _beat(self, event: WorkerBeat | MetricsReported) -> None:
+        entity = "control.heartbeats" if isinstance(event, WorkerBeat) else "control.metrics"
+        self.producer.send(self.outbound(entity, event, key=self.worker_id))
+
+    def _obey(self, event: Event) -> None:
+        if not isinstance(event, RunCommanded) or (event.role or self.role) != self.role or (event.worker_id or self.worker_id) != self.worker_id:
+            return
+        fresh = event.worker_id is None or event.commanded_at > self.beats.started_at
+        if event.command in (Command.STOP, Command.DRAIN, Command.RESTART) and fresh:
+            log.info("worker.commanded", command=event.command, reason=event.reason)
+            self.drain.start()
+

@@ -1,0 +1,130 @@
+"""One reward child seen from its parent: a process, two pipes that never block, and the requests it still has to answer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from relax_events.config import RewardConfig
+from relax_events.errors import ConfigError
+
+START_SECONDS = 120.0
+READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A call that waits for its turn: where its result belongs, and its line for the child."""
+
+    index: int
+    line: bytes
+
+
+class RewardChild:
+    """A child process that answers requests one after the other.
+
+    The clock of a request starts when it becomes the oldest one, so a queue behind a slow call is not blamed for it.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        """Start the process; it is ready once `digest` is set."""
+        self._config = config
+        self._process = subprocess.Popen(  # noqa: S603 - our own module, no shell
+            [sys.executable, "-m", "relax_events.rewards.child", config.function, str(config.memory_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self.stdin, self.stdout = self._process.stdin, self._process.stdout
+        os.set_blocking(self.stdin.fileno(), False)
+        self.digest: str | None = None
+        self.requests: deque[Request] = deque()
+        self._outgoing = b""
+        self._incoming = b""
+        self._clock = time.monotonic()
+
+    @property
+    def deadline(self) -> float | None:
+        """When the child must have said something, on the monotonic clock; None when nothing is asked of it."""
+        if self.digest is None:
+            return self._clock + START_SECONDS
+        return self._clock + self._config.timeout_seconds if self.requests else None
+
+    @property
+    def has_outgoing(self) -> bool:
+        """Whether requests wait for room in the pipe."""
+        return bool(self._outgoing)
+
+    def ask(self, requests: list[Request]) -> None:
+        """Queue requests and write as many as the pipe takes."""
+        if not self.requests:
+            self._clock = time.monotonic()
+        self.requests.extend(requests)
+        self._outgoing += b"".join(request.line for request in requests)
+        self.write()
+
+    def write(self) -> None:
+        """Write as much as the pipe takes; a child that died is noticed when its answers are read."""
+        try:
+            while self._outgoing:
+                self._outgoing = self._outgoing[os.write(self.stdin.fileno(), self._outgoing) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._outgoing = b""
+
+    def read(self) -> list[tuple[Request, dict[str, Any]]] | None:
+        """Read the answers that have arrived, oldest first; None when the child is gone.
+
+        Raises:
+            ConfigError: The child could not load the function.
+        """
+        data = os.read(self.stdout.fileno(), READ_BYTES)
+        if not data:
+            return None
+        *lines, self._incoming = (self._incoming + data).split(b"\n")
+        answers = [orjson.loads(line) for line in lines]
+        if answers:
+            self._clock = time.monotonic()
+        if answers and self.digest is None:
+            self._greet(answers.pop(0))
+        return [(self.requests.popleft(), answer) for answer in answers]
+
+    def _greet(self, greeting: dict[str, Any]) -> None:
+        if "load_error" in greeting:
+            raise ConfigError(greeting["load_error"])
+        self.digest = greeting["digest"]
+
+    def kill(self) -> str:
+        """End the process and whatever it started, and tell how it had ended."""
+        if self._process.poll() is None:
+            self.signal(signal.SIGKILL)
+        code = self._process.wait()
+        self.stdin.close()
+        self.stdout.close()
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def close(self, *, timeout_seconds: float) -> None:
+        """End the process: it leaves by itself when its stdin is closed, and is killed when it does not."""
+        self.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_seconds)
+        self.kill()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process and whatever it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)

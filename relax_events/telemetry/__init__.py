@@ -1,0 +1,1 @@
+"""Logs, and the metrics that every worker serves."""

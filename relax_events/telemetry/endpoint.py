@@ -1,0 +1,56 @@
+"""Serves a worker's `/metrics`, `/healthz` and `/readyz`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from relax_events.config import TelemetryConfig
+from relax_events.errors import EnvironmentProblem
+from relax_events.telemetry.metrics import WorkerMetrics
+
+Check = Callable[[], bool]
+
+
+class WorkerEndpoint:
+    """An HTTP server in a thread of its own. `healthy`: the process should live on; `ready`: it takes work."""
+
+    def __init__(self, config: TelemetryConfig, metrics: WorkerMetrics, *, healthy: Check, ready: Check) -> None:
+        answers: dict[str, Callable[[], tuple[int, bytes]]] = {
+            "/metrics": lambda: (200, metrics.exposition()),
+            "/healthz": lambda: _verdict(healthy()),
+            "/readyz": lambda: _verdict(ready()),
+        }
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = 10
+
+            def do_GET(self) -> None:
+                status, body = answers.get(self.path.partition("?")[0], lambda: (404, b"try /metrics, /healthz or /readyz\n"))()
+                self.send_response(status)
+                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002
+                """Keep access logs out of the worker's log."""
+
+        try:
+            self._server = ThreadingHTTPServer((config.metrics_host, config.metrics_port), Handler)
+        except OSError as error:
+            raise EnvironmentProblem(f"can't serve metrics on {config.metrics_host}:{config.metrics_port}: {error.strerror}; set telemetry.metrics_port") from None
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _verdict(good: bool) -> tuple[int, bytes]:
+    return (200, b"ok\n") if good else (503, b"no\n")

@@ -1,0 +1,60 @@
+"""The catalogue of worker metrics, in a registry of their own."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+SECONDS_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+
+
+class WorkerMetrics:
+    """What every worker counts. Labels are bounded: role, topic, reason, outcome; never a version or an id."""
+
+    def __init__(self, role: str) -> None:
+        self.registry = CollectorRegistry()
+        self._role = role
+        self._processed = Counter("relax_records_processed_total", "Records that a worker finished.", ["role"], registry=self.registry)
+        self._expired = Counter("relax_records_expired_total", "Records skipped because their version left the window.", ["role"], registry=self.registry)
+        self._letters = Counter("relax_dead_letters_total", "Records written to a dead-letter topic.", ["role", "reason"], registry=self.registry)
+        self._ended = Counter("relax_prompt_groups_ended_total", "Prompt groups by how they ended.", ["outcome"], registry=self.registry)
+        self._duration = Histogram(
+            "relax_record_batch_duration_seconds", "Time to process one record batch.", ["role"], buckets=SECONDS_BUCKETS, registry=self.registry
+        )
+        self._tokens = Counter("relax_tokens_total", "Tokens that a worker generated, evaluated or trained.", ["role"], registry=self.registry)
+        self._in_flight = Gauge("relax_records_in_flight", "Records in work.", ["role"], registry=self.registry)
+        self._version = Gauge("relax_policy_version", "Policy version that a worker serves or knows.", ["role"], registry=self.registry)
+        self._progress = Gauge("relax_last_progress_timestamp_seconds", "When a worker last finished a record.", ["role"], registry=self.registry)
+
+    def processed(self, count: int, *, seconds: float) -> None:
+        """Count a finished record batch."""
+        self._processed.labels(self._role).inc(count)
+        self._duration.labels(self._role).observe(seconds)
+        self._progress.labels(self._role).set_to_current_time()
+
+    def expired(self, count: int) -> None:
+        """Count records whose version left the window."""
+        self._expired.labels(self._role).inc(count)
+
+    def dead_lettered(self, reason: str) -> None:
+        """Count a dead letter by the class of its error."""
+        self._letters.labels(self._role, reason).inc()
+
+    def ended(self, outcome: str) -> None:
+        """Count a prompt group's end."""
+        self._ended.labels(outcome).inc()
+
+    def tokens(self, count: int) -> None:
+        """Count tokens."""
+        self._tokens.labels(self._role).inc(count)
+
+    def in_flight(self, count: int) -> None:
+        """Say how many records are in work."""
+        self._in_flight.labels(self._role).set(count)
+
+    def policy_version(self, version: int) -> None:
+        """Say which version the worker serves or knows."""
+        self._version.labels(self._role).set(version)
+
+    def exposition(self) -> bytes:
+        """Return all metrics in Prometheus's text format."""
+        return generate_latest(self.registry)

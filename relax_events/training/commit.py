@@ -1,0 +1,144 @@
+"""Makes a step real: weights first, then one transaction with the step, its outcomes, the new version and the offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import structlog
+
+from relax_events.broker.admin import Admin
+from relax_events.broker.consumer import LogReader
+from relax_events.broker.records import OutRecord
+from relax_events.broker.transactions import TransactionalWriter
+from relax_events.events.types import (
+    CheckpointRef,
+    ObjectRef,
+    Outcome,
+    PolicyVersionPublished,
+    PromptGroupEnded,
+    TopicOffset,
+    TrainStepCommitted,
+)
+from relax_events.objects import ObjectStore
+from relax_events.pipeline.worker import Worker
+from relax_events.policy import IssuedGroup
+from relax_events.training.history import TrainingHistory
+from relax_events.training.step_record import StepLayout, StepShare
+
+log = structlog.get_logger()
+
+
+class StepCommitter:
+    """The one writer of control.train-steps, control.group-outcomes and control.policy-versions. Rank 0 only.
+
+    Opening it fences every earlier trainer of the run: what a zombie writes afterwards is refused by the broker.
+    """
+
+    def __init__(self, worker: Worker, store: ObjectStore, reader: LogReader) -> None:
+        self._worker, self._store, self._reader = worker, store, reader
+        self._admin = Admin(worker.connection)
+        self._writer = TransactionalWriter(worker.connection, transactional_id=worker.plan.transactional_id("trainer"))
+
+    def publish_initial(self, artifact: ObjectRef) -> None:
+        """Publish version 0."""
+        self._writer.commit([self._published(0, artifact)], already_real=lambda: not TrainingHistory.read(self._worker).is_fresh)
+
+    def commit_step(
+        self,
+        shares: Sequence[StepShare],
+        *,
+        train_step: int,
+        artifact: ObjectRef,
+        digest: bytes,
+        figures: Mapping[str, float],
+        phase_seconds: Mapping[str, float],
+        checkpoint: CheckpointRef | None,
+    ) -> TrainStepCommitted:
+        """Commit a step with everything that became true by it."""
+        layout = StepLayout.of(shares)
+        step = TrainStepCommitted(
+            train_step=train_step,
+            policy_version=train_step + 1,
+            prompt_group_ids=layout.prompt_group_ids,
+            sample_ids=layout.sample_ids,
+            partitions=layout.partitions,
+            offsets=layout.offsets,
+            ranks=layout.ranks,
+            micro_batches=layout.micro_batches,
+            consumed=layout.consumed,
+            staleness_counts=layout.staleness_counts,
+            figures={**figures, **layout.figures},
+            phase_seconds=dict(phase_seconds),
+            weights_digest=digest,
+            checkpoint=checkpoint,
+        )
+        records = [
+            self._worker.outbound("control.train-steps", step, key=str(train_step)),
+            *(self._outcome(ended) for share in shares for ended in share.ended),
+            *(self._outcome(ended) for ended in trained_outcomes(shares, train_step)),
+            self._published(train_step + 1, artifact),
+        ]
+        self._writer.commit(records, offsets=layout.consumed, reader=self._reader, already_real=lambda: self._is_committed(train_step))
+        return step
+
+    def commit_outcomes(self, ended: Sequence[PromptGroupEnded]) -> None:
+        """Commit ends that should not wait for the step, so that the prompter can fill their seats.
+
+        Their offsets follow with the step: until then a restart reads them again, and knows them as decided.
+        """
+        wanted = {group.prompt_group_id for group in ended}
+        self._writer.commit(
+            [self._outcome(group) for group in ended], already_real=lambda: wanted <= TrainingHistory.read(self._worker).ended_group_ids
+        )
+
+    def _is_committed(self, train_step: int) -> bool:
+        return TrainingHistory.read(self._worker).policy_version > train_step
+
+    def _outcome(self, ended: PromptGroupEnded) -> OutRecord:
+        self._worker.metrics.ended(ended.outcome)
+        return self._worker.outbound("control.group-outcomes", ended, key=ended.prompt_group_id)
+
+    def _published(self, version: int, artifact: ObjectRef) -> OutRecord:
+        event = PolicyVersionPublished(
+            policy_version=version, artifact=artifact, transports=["store"], start_offsets=self._start_offsets(version)
+        )
+        return self._worker.outbound("control.policy-versions", event, key=str(version))
+
+    def _start_offsets(self, version: int) -> list[TopicOffset]:
+        """Ask where the version's slot ends now: its own records can only come after its publication."""
+        plan = self._worker.plan
+        places = [(topic, partition) for topic in plan.sample_topics() for partition in plan.partitions_of_version(version)]
+        return [TopicOffset(topic, partition, offset) for (topic, partition), offset in sorted(self._admin.end_offsets(places).items())]
+
+    def close(self) -> None:
+        """Leave nothing open."""
+        self._writer.close()
+
+
+def trained_outcomes(shares: Sequence[StepShare], train_step: int) -> list[PromptGroupEnded]:
+    """Return the ends of the prompt groups that a step trained."""
+    rewards: dict[str, list[float]] = {}
+    versions: dict[str, int] = {}
+    for share in shares:
+        for sample_id, reward, staleness in zip(share.sample_ids, share.rewards, share.staleness, strict=True):
+            group_id = sample_id.rpartition("/")[0]
+            rewards.setdefault(group_id, []).append(reward)
+            versions[group_id] = min(train_step - staleness, versions.get(group_id, train_step))
+    ended = []
+    for share in shares:
+        for group_id in share.prompt_group_ids:
+            group = IssuedGroup.parse(group_id)
+            ended.append(
+                PromptGroupEnded(
+                    prompt_group_id=group_id,
+                    train_step=group.place.train_step,
+                    group_index=group.place.group_index,
+                    attempt=group.attempt,
+                    row=group.row,
+                    outcome=Outcome.TRAINED,
+                    policy_version=versions[group_id],
+                    trainer_version=train_step,
+                    mean_reward=sum(rewards[group_id]) / len(rewards[group_id]),
+                )
+            )
+    return ended

@@ -1,0 +1,64 @@
+"""What the log says about a run's training so far: the trainer's memory after a crash."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from relax_events.broker.consumer import LogReader
+from relax_events.events.types import CheckpointRef, Event, PolicyVersionPublished, PromptGroupEnded, TrainStepCommitted
+from relax_events.pipeline.worker import Worker
+
+ENTITIES = ("control.train-steps", "control.group-outcomes", "control.policy-versions")
+
+
+@dataclass(slots=True)
+class TrainingHistory:
+    """Committed steps, ended prompt groups and published versions, in log order."""
+
+    steps: list[TrainStepCommitted] = field(default_factory=list)
+    ended_group_ids: set[str] = field(default_factory=set)
+    published: list[PolicyVersionPublished] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, worker: Worker) -> TrainingHistory:
+        """Read the control topics to their end; only committed records are seen."""
+        history = cls()
+        reader = LogReader(worker.connection)
+        try:
+            for record in reader.read_to_end([(worker.plan.topic(entity), 0) for entity in ENTITIES]):
+                event = worker.decode(record)
+                if event is not None:
+                    history.note(event)
+        finally:
+            reader.close()
+        return history
+
+    def note(self, event: Event) -> None:
+        """Add an event."""
+        if isinstance(event, TrainStepCommitted):
+            self.steps.append(event)
+        elif isinstance(event, PromptGroupEnded):
+            self.ended_group_ids.add(event.prompt_group_id)
+        elif isinstance(event, PolicyVersionPublished):
+            self.published.append(event)
+
+    @property
+    def policy_version(self) -> int:
+        """The newest version whose step was committed; 0 before the first step."""
+        return self.steps[-1].policy_version if self.steps else 0
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nothing was published yet."""
+        return not self.published
+
+    def checkpoint(self) -> CheckpointRef | None:
+        """The newest checkpoint that a committed step names."""
+        return next((step.checkpoint for step in reversed(self.steps) if step.checkpoint is not None), None)
+
+    def positions(self) -> dict[int, int]:
+        """Where reading advantage.samples goes on, by partition: below it everything was decided."""
+        positions: dict[int, int] = {}
+        for step in self.steps:
+            positions |= {offset.partition: max(offset.offset, positions.get(offset.partition, 0)) for offset in step.consumed}
+        return positions

@@ -1,0 +1,219 @@
+"""Micro-batches from samples, and the packed arrays that a model takes. Pure functions of lengths, numpy alone.
+
+A micro-batch is packed into rows as long as its longest sample, and short samples share a row. One endless row would make
+attention quadratic in the micro-batch; one row a sample would pad. With equal lengths nothing is padded and no mask is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Float32, Int64
+from numpy.typing import NDArray
+
+from relax_events.errors import PoisonSample
+from relax_events.events.types import Array, SampleReady, StoredArray
+
+
+class TokenSequence(Protocol):
+    """What packing needs of a sample; SampleRolledOut and SampleReady have it."""
+
+    @property
+    def sample_id(self) -> str:
+        """The sample's name, for errors."""
+
+    @property
+    def tokens(self) -> Array:
+        """Prompt and completion, int32."""
+
+    @property
+    def loss_mask(self) -> Array:
+        """1 where the policy chose the token."""
+
+    @property
+    def temperature(self) -> float:
+        """Divides the logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """A micro-batch as the model takes it; `loss_positions` index the hidden states of all rows laid end to end."""
+
+    input_ids: Int64[np.ndarray, "rows length"]
+    position_ids: Int64[np.ndarray, "rows length"]
+    loss_positions: Int64[np.ndarray, " loss_tokens"]
+    targets: Int64[np.ndarray, " loss_tokens"]
+    temperatures: Float32[np.ndarray, " loss_tokens"]
+    num_loss_tokens: Int64[np.ndarray, " samples"]
+    num_tokens: int
+
+
+def pack_order(lengths: Sequence[int], *, max_tokens: int) -> list[slice]:
+    """Cut a sequence of samples into micro-batches, in the given order.
+
+    A micro-batch closes when the next sample would exceed the budget; a sample longer than the budget stands alone.
+
+    Args:
+        lengths: Tokens of each sample.
+        max_tokens: Budget of a micro-batch.
+    Returns:
+        Consecutive slices that cover all samples.
+    """
+    slices, start, num_tokens = [], 0, 0
+    for index, length in enumerate(lengths):
+        if _closes(num_tokens, length, max_tokens):
+            slices.append(slice(start, index))
+            start, num_tokens = index, 0
+        num_tokens += length
+    return [*slices, slice(start, len(lengths))] if len(lengths) else []
+
+
+def _closes(num_tokens: int, length: int, max_tokens: int) -> bool:
+    return num_tokens > 0 and num_tokens + length > max_tokens
+
+
+class MicroBatcher:
+    """Cuts a stream of samples into the micro-batches that `pack_order` gives for the whole."""
+
+    def __init__(self, *, max_tokens: int) -> None:
+        """Start empty.
+
+        Args:
+            max_tokens: Budget of a micro-batch.
+        """
+        self._max_tokens = max_tokens
+        self._samples: list[SampleReady] = []
+        self._num_tokens = 0
+
+    def add(self, sample: SampleReady) -> list[SampleReady] | None:
+        """Take a sample; return the micro-batch that it closed, if any (the sample itself starts the next one)."""
+        length = len(plain(sample, "tokens"))
+        closed = self.flush() if _closes(self._num_tokens, length, self._max_tokens) else None
+        self._samples.append(sample)
+        self._num_tokens += length
+        return closed
+
+    def flush(self) -> list[SampleReady] | None:
+        """Return what is pending as a micro-batch, or None, and start empty."""
+        samples, self._samples, self._num_tokens = self._samples, [], 0
+        return samples or None
+
+
+def pack(samples: Sequence[TokenSequence], *, vocab_size: int, share_rows: bool = True) -> PackedBatch:
+    """Lay samples into rows, positions starting at 0 for each sample.
+
+    Packed samples are told apart by their positions alone: the model must get no attention mask and `use_cache=False`, since with either of
+    them transformers lets neighbours leak into each other without a word.
+
+    Args:
+        samples: At least one.
+        vocab_size: Bound of token ids.
+        share_rows: Whether several samples may stand in one row; for models that can't keep them apart, False.
+    Returns:
+        The arrays of the micro-batch; loss tokens are in the order of the samples.
+    Raises:
+        PoisonSample: A sample is empty, has ids outside the vocabulary, arrays of unequal length, a loss token with nothing before it, or a
+            temperature that is not positive; the text names it.
+    """
+    lengths = np.array([_checked_length(sample) for sample in samples])
+    tokens = np.concatenate([plain(sample, "tokens") for sample in samples]).astype(np.int64)
+    mask = np.concatenate([plain(sample, "loss_mask") for sample in samples]).astype(bool)
+    first = np.cumsum(lengths) - lengths
+    if (outside := (tokens < 0) | (tokens >= vocab_size)).any():
+        at = int(np.argmax(outside))
+        sample = samples[int(np.searchsorted(first, at, side="right")) - 1]
+        raise PoisonSample(
+            f"sample {sample.sample_id}: token id {tokens[at]} is outside the vocabulary of {vocab_size}; was it made with another tokenizer?"
+        )
+    cells, num_rows = _row_layout(lengths, share_rows=share_rows)
+    row_length = int(lengths.max())
+    places = np.arange(len(tokens)) + np.repeat(cells - first, lengths)
+    input_ids = np.zeros(num_rows * row_length, np.int64)
+    input_ids[places] = tokens
+    # The rest of a row counts on from the row's start: behind a lone sample it is more of the same, which causal attention never looks at.
+    position_ids = np.tile(np.arange(row_length), num_rows)
+    position_ids[places] = np.arange(len(tokens)) - np.repeat(first, lengths)
+    num_loss_tokens = np.add.reduceat(mask.astype(np.int64), first)
+    temperatures = np.array([sample.temperature for sample in samples], np.float32)
+    return PackedBatch(
+        input_ids=input_ids.reshape(num_rows, row_length),
+        position_ids=position_ids.reshape(num_rows, row_length),
+        loss_positions=places[mask] - 1,
+        targets=tokens[mask],
+        temperatures=np.repeat(temperatures, num_loss_tokens),
+        num_loss_tokens=num_loss_tokens,
+        num_tokens=len(tokens),
+    )
+
+
+def _checked_length(sample: TokenSequence) -> int:
+    tokens, mask = plain(sample, "tokens"), plain(sample, "loss_mask")
+    if not len(tokens) or tokens.shape != mask.shape:
+        raise PoisonSample(f"sample {sample.sample_id}: tokens {tokens.shape} and loss_mask {mask.shape} must be equally long and not empty")
+    if mask[0]:
+        raise PoisonSample(
+            f"sample {sample.sample_id}: loss_mask must be 0 at the first token, nothing stands before it to predict it from; give it a prompt"
+        )
+    if not sample.temperature > 0:
+        raise PoisonSample(f"sample {sample.sample_id}: temperature must be > 0, got {sample.temperature}")
+    return len(tokens)
+
+
+def _row_layout(lengths: NDArray[np.int64], *, share_rows: bool) -> tuple[NDArray[np.int64], int]:
+    """Give the cell where each sample starts, and the number of rows: first fit, longest sample first."""
+    row_length = int(lengths.max())
+    if not share_rows:
+        return np.arange(len(lengths)) * row_length, len(lengths)
+    cells = np.empty(len(lengths), np.int64)
+    shortest, num_rows = int(lengths.min()), 0
+    open_rows: dict[int, int] = {}
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[index])
+        row = next((row for row, used in open_rows.items() if used + length <= row_length), num_rows)
+        used = open_rows.pop(row, 0)
+        cells[index] = row * row_length + used
+        num_rows = max(num_rows, row + 1)
+        if used + length + shortest <= row_length:
+            open_rows[row] = used + length
+    return cells, num_rows
+
+
+def loss_values(samples: Sequence[SampleReady], field: str) -> NDArray[np.float32]:
+    """Lay a per-token array of the samples end to end, at their loss tokens alone.
+
+    Args:
+        samples: In packed order.
+        field: For example `rollout_logprobs`.
+    Returns:
+        One value for each loss token.
+    Raises:
+        PoisonSample: The array is absent, of another length than the tokens, or not finite at a loss token; the text names sample and field.
+    """
+    values = np.concatenate([_values_like_mask(sample, field) for sample in samples])
+    mask = np.concatenate([plain(sample, "loss_mask") for sample in samples]).astype(bool)
+    kept: NDArray[np.float32] = values[mask].astype(np.float32)
+    if not np.isfinite(kept).all():
+        owners = np.repeat(np.arange(len(samples)), [int(plain(sample, "loss_mask").astype(bool).sum()) for sample in samples])
+        at = int(np.argmin(np.isfinite(kept)))
+        raise PoisonSample(f"sample {samples[owners[at]].sample_id}: {field} must be finite wherever loss_mask is 1, got {kept[at]}")
+    return kept
+
+
+def _values_like_mask(sample: SampleReady, field: str) -> NDArray[np.generic]:
+    if getattr(sample, field) is None:
+        raise PoisonSample(f"sample {sample.sample_id} has no {field}, and the algorithm needs them; is the role that computes them running?")
+    values, mask = plain(sample, field), plain(sample, "loss_mask")
+    if values.shape != mask.shape:
+        raise PoisonSample(f"sample {sample.sample_id}: {field} {values.shape} must be as long as tokens {mask.shape}")
+    return values
+
+
+def plain(sample: TokenSequence, field: str) -> NDArray[np.generic]:
+    """Return an array field; one that still lies in the object store is a mistake of the caller."""
+    array: Array = getattr(sample, field)
+    if isinstance(array, StoredArray):
+        raise TypeError(f"sample {sample.sample_id}: {field} still lies in the object store; fetch it with check_out first")
+    return array

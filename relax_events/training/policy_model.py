@@ -1,0 +1,161 @@
+"""A causal language model as trainer and scorers use it: packed micro-batch in, log-probabilities of its loss tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from relax_events.config import ModelConfig
+from relax_events.errors import ConfigError, WeightsError
+from relax_events.training.packing import PackedBatch
+
+MAX_LOGITS_ELEMENTS = 2**26
+"""Above this, the head works in chunks and is computed again in the backward pass: 256 MiB of float32 at a time."""
+ISOLATION_TOLERANCE = {torch.bfloat16: 5e-2, torch.float32: 1e-4, torch.float64: 1e-4}
+"""Difference in nats that rounding explains; a leak between packed samples is far larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """At each loss token: the log-probability of the token, and the entropy of the distribution that it was drawn from, in nats."""
+
+    logprobs: Float[Tensor, " loss_tokens"]
+    entropies: Float[Tensor, " loss_tokens"]
+
+
+def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
+    """Turn `auto` into this rank's GPU, or the CPU where there is none; take any other name as it is.
+
+    Raises:
+        ConfigError: torch knows no such device; the text names it.
+    """
+    if name == "auto":
+        return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"model.device = {name!r} is no device that torch knows ({error}); set model.device = 'auto'") from error
+
+
+class PolicyModel:
+    """The model with its output head, on one device.
+
+    At the start it proves on two short sequences that packed neighbours stay apart, and gives each sample a row of its own where they do not.
+    """
+
+    def __init__(self, path: Path, *, config: ModelConfig, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        """Load from a folder; nothing is fetched.
+
+        Args:
+            path: A folder in Hugging Face layout.
+            config: The attention implementation, and the dtype unless another is given.
+            device: Where the weights go.
+            dtype: Of the weights, for proofs in float64.
+        Raises:
+            ConfigError: The folder is missing or holds no causal language model, or its logits are more than a linear head.
+        """
+        self.device = device
+        self.dtype = dtype or getattr(torch, config.dtype)
+        self.module = _load(path, attention=config.attention, dtype=self.dtype, device=device)
+        self.vocab_size = len(self.module.get_input_embeddings().get_parameter("weight"))
+        self._head: nn.Module = self.module.get_output_embeddings()
+        self._require_linear_head(path)
+        self.shares_rows = self._keeps_neighbours_apart()
+
+    def token_logprobs(self, batch: PackedBatch) -> TokenLogprobs:
+        """Run a micro-batch and give the tempered log-probabilities at its loss tokens.
+
+        Only the hidden states that predict a loss token go through the head, so prompts cost no logits.
+
+        Args:
+            batch: From `packing.pack`, with this model's `vocab_size` and `shares_rows`.
+        """
+        input_ids, position_ids, positions, targets, temperatures = (
+            torch.from_numpy(array).to(self.device)
+            for array in (batch.input_ids, batch.position_ids, batch.loss_positions, batch.targets, batch.temperatures)
+        )
+        hidden = self._hidden(input_ids, position_ids).flatten(0, 1).index_select(0, positions)
+        chunk = max(1, MAX_LOGITS_ELEMENTS // self.vocab_size)
+        if len(targets) <= chunk:
+            return TokenLogprobs(*self._head_logprobs(hidden, targets, temperatures))
+        pieces = zip(hidden.split(chunk), targets.split(chunk), temperatures.split(chunk), strict=True)
+        parts = [checkpoint(self._head_logprobs, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+        return TokenLogprobs(torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
+
+    def _hidden(self, input_ids: Int[Tensor, "rows length"], position_ids: Int[Tensor, "rows length"]) -> Float[Tensor, "rows length hidden"]:
+        # No mask and no cache: with either, transformers 5 lets packed neighbours attend to each other.
+        hidden: Tensor = self.module.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        return hidden
+
+    def _head_logprobs(
+        self, hidden: Float[Tensor, "tokens hidden"], targets: Int[Tensor, " tokens"], temperatures: Float[Tensor, " tokens"]
+    ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
+        logits = self._head(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]
+        logprobs = logits.log_softmax(-1)
+        with torch.no_grad():
+            entropies = -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.gather(-1, targets[:, None])[:, 0], entropies
+
+    def replace_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take other weights of the same model, in Hugging Face names; on an error the old ones stay.
+
+        Raises:
+            WeightsError: A tensor is missing, unknown or of another shape; the text names it.
+        """
+        mine = dict(self.module.state_dict())
+        known = dict(self.module.named_parameters())
+        if unknown := sorted(tensors.keys() - mine.keys()):
+            raise WeightsError(f"the model has no tensor {unknown[0]} ({len(unknown)} unknown in all); are these the weights of another model?")
+        if missing := sorted(known.keys() - tensors.keys()):
+            raise WeightsError(f"the weights lack {missing[0]} ({len(missing)} missing in all); are these the weights of another model?")
+        for name, tensor in tensors.items():
+            if tensor.shape != mine[name].shape:
+                raise WeightsError(f"{name} is {tuple(tensor.shape)} in the weights and {tuple(mine[name].shape)} in the model")
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                mine[name].copy_(tensor)
+
+    @torch.no_grad()
+    def _require_linear_head(self, path: Path) -> None:
+        ids, positions = self._probe([0, 1, 2, 3, 4])
+        whole = self.module(input_ids=ids, position_ids=positions, use_cache=False).logits
+        if not torch.allclose(self._head(self._hidden(ids, positions)), whole, rtol=1e-3, atol=1e-3):
+            raise ConfigError(
+                f"the model in {path} makes its logits by more than a linear head (scaling, soft caps), which the torch backend does not do"
+            )
+
+    @torch.no_grad()
+    def _keeps_neighbours_apart(self) -> bool:
+        together = self._head(self._hidden(*self._probe([0, 1, 2, 3, 4, 0, 1, 2])))[0, 5:].log_softmax(-1)
+        alone = self._head(self._hidden(*self._probe([0, 1, 2])))[0].log_softmax(-1)
+        return bool((together - alone).abs().max() < ISOLATION_TOLERANCE[self.dtype])
+
+    def _probe(self, positions: list[int]) -> tuple[Tensor, Tensor]:
+        # Counting down, so that a sequence at the end of a row has the same ids as one that stands alone.
+        position_ids = torch.tensor([positions], device=self.device)
+        ids = torch.arange(len(positions), 0, -1, device=self.device)[None] % self.vocab_size
+        return ids, position_ids
+
+
+def _load(path: Path, *, attention: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"model.path = {path} holds no config.json; give a folder in Hugging Face layout, or make a tiny one with `relax models make-tiny {path}`"
+        )
+    transformers_logging.disable_progress_bar()  # a worker's stderr is its log
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path = {path} can't be loaded as a causal language model: {error}") from error
+    loaded: PreTrainedModel = model.to(device).eval()
+    return loaded

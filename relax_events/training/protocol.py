@@ -1,0 +1,88 @@
+"""What the trainer asks of a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from relax_events.events.types import SampleReady
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFigures:
+    """Figures of one train step over all ranks. Means are over loss tokens, save those that the algorithm's aggregation rules.
+
+    `mismatch_*` compares the engine's log-probabilities with the trainer's: at staleness 0 it shows engine and trainer disagreeing on the
+    same weights, beyond that also how far the policy has moved.
+    """
+
+    loss: float
+    policy_loss: float
+    kl_estimate: float
+    entropy: float
+    clip_low_fraction: float
+    clip_high_fraction: float
+    clip_fraction: float
+    mean_ratio: float
+    mismatch_kl: float
+    mismatch_max_abs: float
+    grad_norm: float
+    learning_rate: float
+    num_loss_tokens: int
+    num_tokens: int
+    num_samples: int
+
+    def as_figures(self) -> dict[str, float]:
+        """Give the figures as TrainStepCommitted carries them."""
+        return {name: float(value) for name, value in asdict(self).items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """All that a backend needs to go on where it was. Tensors are keyed `model.<name>`, `exp_avg.<name>`, `optimizer.<...>`, `rng.<...>`."""
+
+    policy_version: int
+    tensors: Mapping[str, Tensor]
+
+
+class TrainerBackend(Protocol):
+    """Trains the policy. Takes samples, not tensors, so that a backend lays them out for its own parallelism.
+
+    `accumulate` is local to a rank, may be called any number of times (also zero) between two steps, and the result of a step depends
+    neither on how samples were cut into micro-batches nor on which rank had them. All other methods are collective: every rank calls them
+    at the same point.
+    """
+
+    policy_version: int
+
+    def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
+        """Run forward and backward on a micro-batch, adding unnormalised gradients and figures to the step's.
+
+        Raises:
+            PoisonSample: A sample can't be trained on; nothing was added, and the rest of the step is unharmed.
+        """
+
+    def step(self) -> StepFigures:
+        """Reduce over ranks, normalise over the whole step, clip, update the weights, and count up `policy_version`.
+
+        Raises:
+            RunFailed: Loss or gradient is not finite, or the step holds no loss token. Raised on every rank, before the update: the weights are
+                the old ones, and what was accumulated is dropped.
+        """
+
+    def weights(self) -> dict[str, Tensor]:
+        """Snapshot the full weights on the CPU, in Hugging Face names and the model's dtype; later steps don't change it."""
+
+    def state(self) -> TrainerState:
+        """Show the state of weights, optimizer and generators. The tensors are live: copy them before the next step."""
+
+    def load_state(self, state: TrainerState) -> None:
+        """Go on from a state; what was accumulated is dropped.
+
+        Raises:
+            WeightsError: A tensor is missing, unknown or of another shape; nothing was changed.
+        """

@@ -1,0 +1,81 @@
+"""How data-parallel ranks talk: small arrays, bytes, and one gradient reduction. This file needs no torch.distributed."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Ranks(Protocol):
+    """The processes that train one model together.
+
+    Every method is collective: all ranks call it at the same point, and it returns on each once all have called, or raises RunFailed at the
+    deadline given when the ranks were opened. Nothing is pickled.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+
+    def all_gather(self, values: NDArray[np.generic]) -> NDArray[np.generic]:
+        """Stack every rank's array, in rank order: [size, ...]. Shape and dtype must be the same on all."""
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Give every rank's bytes, in rank order; lengths may differ."""
+
+    def broadcast(self, data: bytes | None, *, source: int = 0) -> bytes:
+        """Give the source rank's bytes to all; the others pass None."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace the tensor by its sum over ranks, in place."""
+
+    def close(self) -> None:
+        """Leave the group. Not collective; a second call does nothing."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+
+class SingleRank:
+    """The trivial group of one process."""
+
+    rank = 0
+    size = 1
+    local_rank = 0
+
+    def all_gather(self, values: NDArray[np.generic]) -> NDArray[np.generic]:
+        """Give the array a leading axis of 1."""
+        return values[None]
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Give the bytes back, in a list."""
+        return [data]
+
+    def broadcast(self, data: bytes | None, *, source: int = 0) -> bytes:
+        """Give the bytes back.
+
+        Raises:
+            ValueError: There is nothing to broadcast, or nobody at the source.
+        """
+        if data is None or source != 0:
+            raise ValueError(f"the only rank is 0 and must bring the data, got source {source} and data {data!r}")
+        return data
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Leave the tensor as it is."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

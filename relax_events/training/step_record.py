@@ -1,0 +1,95 @@
+"""What a rank contributes to a train step, and the record that the step leaves on the log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import orjson
+
+from relax_events.events.types import Outcome, PromptGroupEnded, TopicOffset
+from relax_events.training.assembly import PlacedSample
+
+
+@dataclass(slots=True)
+class StepShare:
+    """What one rank trained in one step, in trained order."""
+
+    rank: int
+    sample_ids: list[str] = field(default_factory=list)
+    prompt_group_ids: list[str] = field(default_factory=list)
+    partitions: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    micro_batches: list[int] = field(default_factory=list)
+    staleness: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    completion_lengths: list[int] = field(default_factory=list)
+    num_micro_batches: int = 0
+    ended: list[PromptGroupEnded] = field(default_factory=list)
+    consumed: list[TopicOffset] = field(default_factory=list)
+
+    def note(self, micro_batch: Sequence[PlacedSample], *, trainer_version: int) -> None:
+        """Add a trained micro-batch."""
+        for placed in micro_batch:
+            sample = placed.sample
+            self.sample_ids.append(sample.sample_id)
+            self.partitions.append(placed.partition)
+            self.offsets.append(placed.offset)
+            self.micro_batches.append(self.num_micro_batches)
+            self.staleness.append(trainer_version - sample.min_policy_version)
+            self.rewards.append(sample.reward)
+            self.completion_lengths.append(len(sample.tokens) - sample.num_prompt_tokens)
+        self.num_micro_batches += 1
+
+    def to_bytes(self) -> bytes:
+        """Serialise for the other ranks."""
+        return orjson.dumps(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> StepShare:
+        """Read what `to_bytes` wrote."""
+        fields: dict[str, Any] = orjson.loads(data)
+        ended = [PromptGroupEnded(**{**item, "outcome": Outcome(item["outcome"])}) for item in fields.pop("ended")]
+        consumed = [TopicOffset(**item) for item in fields.pop("consumed")]
+        return cls(ended=ended, consumed=consumed, **fields)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """All ranks' shares side by side, as TrainStepCommitted holds them."""
+
+    prompt_group_ids: list[str]
+    sample_ids: list[str]
+    partitions: np.ndarray
+    offsets: np.ndarray
+    ranks: np.ndarray
+    micro_batches: np.ndarray
+    consumed: list[TopicOffset]
+    staleness_counts: list[int]
+    figures: dict[str, float]
+
+    @classmethod
+    def of(cls, shares: Sequence[StepShare]) -> StepLayout:
+        """Put shares together, in rank order."""
+        rewards = np.array([reward for share in shares for reward in share.rewards], np.float64)
+        lengths = [length for share in shares for length in share.completion_lengths]
+        staleness = np.array([value for share in shares for value in share.staleness], np.int64)
+        return cls(
+            prompt_group_ids=[group_id for share in shares for group_id in share.prompt_group_ids],
+            sample_ids=[sample_id for share in shares for sample_id in share.sample_ids],
+            partitions=np.array([partition for share in shares for partition in share.partitions], np.int32),
+            offsets=np.array([offset for share in shares for offset in share.offsets], np.int64),
+            ranks=np.array([share.rank for share in shares for _ in share.sample_ids], np.int32),
+            micro_batches=np.array([index for share in shares for index in share.micro_batches], np.int32),
+            consumed=[offset for share in shares for offset in share.consumed],
+            staleness_counts=np.bincount(staleness).tolist(),
+            figures={
+                "reward_mean": float(rewards.mean()),
+                "reward_std": float(rewards.std()),
+                "staleness_mean": float(staleness.mean()),
+                "completion_tokens_mean": float(np.mean(lengths)),
+                "completion_tokens_max": float(max(lengths)),
+            },
+        )

@@ -1,0 +1,117 @@
+"""Sums over a step, kept on the device while micro-batches run and brought together over ranks at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from relax_events.algorithms.losses import Surrogate, kl_estimate
+from relax_events.errors import RunFailed
+from relax_events.training.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over loss tokens, `loss` to `kl_estimate` weighted as the aggregation says."""
+
+    loss: float
+    policy_loss: float
+    kl_estimate: float
+    entropy: float
+    clip_low: float
+    clip_high: float
+    ratio: float
+    mismatch_kl: float
+    num_units: float
+    num_loss_tokens: float
+    num_tokens: float
+    num_samples: float
+
+
+NUM_DEVICE_SUMS = 8
+"""The first sums are computed on the device, the others are counts that the host knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchSums:
+    """What one micro-batch adds: device sums, the largest mismatch, and the sum of all gradients so far, not yet looked at."""
+
+    device: Float[Tensor, " sums"]
+    counts: tuple[int, int, int, int]
+    sample_ids: list[str]
+
+
+def sum_micro_batch(
+    *,
+    weights: Float[Tensor, " tokens"],
+    surrogate: Surrogate,
+    losses: Float[Tensor, " tokens"],
+    kl: Float[Tensor, " tokens"],
+    entropies: Float[Tensor, " tokens"],
+    mismatch: tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]],
+) -> Float[Tensor, " sums"]:
+    """Sum a micro-batch's per-token figures in float64, in the order of Totals, then the largest mismatch.
+
+    Args:
+        weights: Raw token weights.
+        surrogate: The policy loss's parts.
+        losses: The whole loss at each token.
+        kl: KL estimate against the reference, 0 where there is none.
+        entropies: Of the policy.
+        mismatch: Trainer's and engine's log-probabilities.
+    """
+    trainer_logprobs, rollout_logprobs = mismatch
+    rows = [
+        weights * losses,
+        weights * surrogate.losses,
+        weights * kl,
+        entropies,
+        surrogate.clipped_low,
+        surrogate.clipped_high,
+        surrogate.ratio,
+        kl_estimate(rollout_logprobs, base_logprobs=trainer_logprobs, estimator="k3"),
+    ]
+    sums = torch.stack([row.detach().double().sum() for row in rows])
+    difference = (trainer_logprobs - rollout_logprobs).abs().double()
+    largest = difference.max() if len(difference) else difference.new_zeros(())
+    return torch.cat([sums, largest[None]])
+
+
+def gather_totals(micro_batches: Sequence[MicroBatchSums], *, ranks: Ranks, step: int) -> tuple[Totals, float]:
+    """Add up a step over micro-batches and ranks; collective.
+
+    Args:
+        micro_batches: Of this rank, in order.
+        ranks: All of them.
+        step: Named in errors.
+    Returns:
+        The step's sums, and the largest mismatch.
+    Raises:
+        RunFailed: A loss or gradient is not finite, on any rank; raised on all, naming the samples of the first micro-batch that shows it.
+    """
+    device = torch.stack([item.device for item in micro_batches]).cpu().numpy() if micro_batches else np.zeros((0, NUM_DEVICE_SUMS + 2))
+    counts = np.array([item.counts for item in micro_batches], np.float64).reshape(-1, len(fields(Totals)) - NUM_DEVICE_SUMS)
+    broken = np.flatnonzero(~np.isfinite(device).all(axis=1))
+    sums = np.concatenate([device[:, :NUM_DEVICE_SUMS].sum(axis=0), counts.sum(axis=0)])
+    row = np.array([len(broken), device[:, NUM_DEVICE_SUMS].max(initial=0.0), *sums])
+    rows = ranks.all_gather(row)
+    if rows[:, 0].any():
+        _fail(micro_batches[broken[0]] if len(broken) else None, ranks=ranks, step=step)
+    return Totals(*rows[:, 2:].sum(axis=0).tolist()), float(rows[:, 1].max())
+
+
+def _fail(broken: MicroBatchSums | None, *, ranks: Ranks, step: int) -> None:
+    text = ""
+    if broken is not None:
+        loss, gradient_sum = float(broken.device[0]), float(broken.device[-1])
+        text = f"rank {ranks.rank}: loss {loss}, sum of gradients {gradient_sum} after the micro-batch of samples {', '.join(broken.sample_ids)}"
+    texts = [other.decode() for other in ranks.all_gather_bytes(text.encode()) if other]
+    raise RunFailed(
+        f"train step {step}: loss and gradients must be finite; {'; '.join(texts)}. The weights are those before the step; "
+        "lower trainer.learning_rate or look at these samples' log-probabilities and advantages"
+    )

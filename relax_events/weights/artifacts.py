@@ -1,0 +1,135 @@
+"""Weight artifacts in the object store: safetensors files and a manifest, written last and verified whole on read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from relax_events.errors import ObjectError, WeightsError
+from relax_events.events.types import ObjectRef
+from relax_events.objects import ObjectStore
+from relax_events.weights.manifest import TensorEntry, WeightManifest, Weights
+
+PREFIX = "weights/"
+MAX_FILE_BYTES = 1024**3
+"""Tensors are grouped into files of about this size; the writer holds one such file in memory beside the tensors."""
+
+
+def weights_digest(tensors: Mapping[str, Tensor]) -> bytes:
+    """Give the SHA-256 over names, dtypes, shapes and values, in order of the names: equal if and only if the weights are, bit for bit.
+
+    Args:
+        tensors: On any device.
+    """
+    digest = sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name}\0{_dtype_name(tensor)}\0{list(tensor.shape)}\0".encode())
+        digest.update(_raw_bytes(tensor))
+    return digest.digest()
+
+
+def write_weights(
+    store: ObjectStore, tensors: Mapping[str, Tensor], *, policy_version: int, model_type: str = "", max_file_bytes: int = MAX_FILE_BYTES
+) -> tuple[ObjectRef, bytes]:
+    """Write an artifact; return where its manifest lies, and the weights' digest.
+
+    Objects are named by version and content: writing a version again with other values leaves the first artifact as it was.
+
+    Args:
+        store: The run's object store.
+        tensors: By Hugging Face name, on any device.
+        policy_version: The version that these weights are.
+        model_type: As in the model's config; for people.
+        max_file_bytes: Size at which a file is full.
+    Raises:
+        ObjectError: The store failed; no manifest was written.
+    """
+    digest = weights_digest(tensors)
+    files: list[ObjectRef] = []
+    entries: list[TensorEntry] = []
+    for names in _file_shares(tensors, max_file_bytes=max_file_bytes):
+        entries += [TensorEntry(name, _dtype_name(tensors[name]), tuple(tensors[name].shape), len(files)) for name in names]
+        data = safetensors.torch.save({name: _plain(tensors[name]) for name in names})
+        files.append(store.put_at(f"{_folder(policy_version)}{sha256(data).hexdigest()[:16]}.safetensors", data))
+    manifest = WeightManifest(policy_version, model_type, digest, tuple(files), tuple(entries)).to_json()
+    return store.put_at(f"{_folder(policy_version)}manifest-{sha256(manifest).hexdigest()[:16]}.json", manifest), digest
+
+
+def read_weights(store: ObjectStore, reference: ObjectRef) -> Weights:
+    """Read an artifact, and hand out its tensors only when every digest, name, dtype and shape agrees.
+
+    Args:
+        store: The store that holds it.
+        reference: Of the manifest.
+    Raises:
+        WeightsError: An object is missing, unreadable or altered, or does not hold what the manifest says; the text names it.
+    """
+    try:
+        manifest = WeightManifest.from_json(store.get(reference))
+        tensors: dict[str, Tensor] = {}
+        for number, file in enumerate(manifest.files):
+            loaded = safetensors.torch.load(store.get(file))
+            _check_file(file.uri, loaded, [entry for entry in manifest.tensors if entry.file == number])
+            tensors |= loaded
+    except (ObjectError, WeightsError, SafetensorError) as error:
+        raise WeightsError(f"weights {reference.uri} can't be used: {error}") from error
+    if (seen := weights_digest(tensors)) != manifest.digest:
+        raise WeightsError(f"weights {reference.uri} can't be used: their digest must be {manifest.digest.hex()}, got {seen.hex()}")
+    return Weights(manifest.policy_version, tensors, manifest.digest)
+
+
+def delete_weights(store: ObjectStore, *policy_versions: int) -> None:
+    """Delete everything that was written for these versions, manifests first; a version that is gone is passed over.
+
+    Raises:
+        ObjectError: The store refused.
+    """
+    for version in policy_versions:
+        keys = store.list(_folder(version))
+        store.delete(sorted(keys, key=lambda key: not key.endswith(".json")))
+
+
+def _folder(policy_version: int) -> str:
+    return f"{PREFIX}{policy_version:08d}/"
+
+
+def _file_shares(tensors: Mapping[str, Tensor], *, max_file_bytes: int) -> Iterable[list[str]]:
+    """Split the names, in order, into files; a tensor above the limit gets a file of its own."""
+    share: list[str] = []
+    num_bytes = 0
+    for name in sorted(tensors):
+        if share and num_bytes + tensors[name].nbytes > max_file_bytes:
+            yield share
+            share, num_bytes = [], 0
+        share.append(name)
+        num_bytes += tensors[name].nbytes
+    if share:
+        yield share
+
+
+def _check_file(uri: str, loaded: Mapping[str, Tensor], entries: list[TensorEntry]) -> None:
+    if different := sorted(loaded.keys() ^ {entry.name for entry in entries}):
+        raise WeightsError(f"{different[0]} is not in both the manifest and {uri}")
+    for entry in entries:
+        seen = (_dtype_name(loaded[entry.name]), tuple(loaded[entry.name].shape))
+        if seen != (entry.dtype, entry.shape):
+            raise WeightsError(f"{entry.name} in {uri} must be {entry.dtype} {list(entry.shape)}, got {seen[0]} {list(seen[1])}")
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    # A copy of its own: safetensors refuses tensors that share memory, as tied embeddings and slices of one flat buffer do.
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _raw_bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,101 @@
+"""What each rank runs in test_ranks: a scenario by name; rank 0 writes what came out."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import safetensors.torch
+import torch
+
+from relax_events.errors import RelaxError
+from relax_events.objects import ObjectStore
+from relax_events.training.checkpoints import Checkpoints
+from relax_events.training.distributed import open_ranks
+from relax_events.training.packing import pack_order
+from relax_events.training.torch_backend import TorchBackend
+from tests.unit.trainer_samples import changed, make_samples, run_config
+
+SPLITS = {"even": (0.0, 0.5, 1.0), "uneven": (0.0, 0.2, 1.0), "one_idle": (0.0, 1.0, 1.0)}
+
+
+def train(ranks, folder, split):
+    """Train three steps, each rank on its part of the samples, then save the weights."""
+    config = run_config(folder / "model", algorithm={"kl_coefficient": 0.1, "aggregation": "sample_mean"}, trainer={"max_grad_norm": 0.5})
+    backend = TorchBackend(config, ranks=ranks, dtype=torch.float64)
+    all_figures = []
+    for step in range(3):
+        samples = make_samples(12, seed=step, model_path=folder / "model")
+        bounds = SPLITS[split] if ranks.size == 2 else (0.0, 1.0)
+        start, end = (int(share * len(samples)) for share in bounds[ranks.rank : ranks.rank + 2])
+        mine = samples[start:end]
+        for part in pack_order([len(sample.tokens) for sample in mine], max_tokens=50):
+            backend.accumulate(mine[part])
+        all_figures.append(backend.step().as_figures())
+    return all_figures, backend.weights()
+
+
+def talk(ranks, folder, _):
+    """Use every way of talking, and tell what each rank heard."""
+    heard = {
+        "gathered": ranks.all_gather(np.array([[ranks.rank, 10]], np.int32)).tolist(),
+        "floats": ranks.all_gather(np.array([ranks.rank + 0.5])).tolist(),
+        "bytes": [data.hex() for data in ranks.all_gather_bytes(b"\x00\xff" * ranks.rank)],
+        "empty": [data.hex() for data in ranks.all_gather_bytes(b"")],
+        "broadcast": ranks.broadcast(b"abc" if ranks.rank == 1 else None, source=1).decode(),
+        "broadcast_empty": ranks.broadcast(b"" if ranks.rank == 0 else None).decode(),
+    }
+    return [json.loads(text) for text in ranks.all_gather_bytes(json.dumps(heard).encode())], {}
+
+
+def diverge(ranks, folder, _):
+    """Give rank 1 alone a sample that breaks the loss; tell what each rank raised, and that the next step works."""
+    backend = TorchBackend(run_config(folder / "model"), ranks=ranks)
+    samples = make_samples(4, seed=1, model_path=folder / "model")
+    far = np.where(samples[3].loss_mask, np.float32(3e38), np.float32(0))
+    backend.accumulate([samples[ranks.rank]] if ranks.rank == 0 else [changed(samples[3], advantages=far)])
+    raised = ""
+    try:
+        backend.step()
+    except RelaxError as error:
+        raised = str(error)
+    backend.accumulate(samples)
+    return [text.decode() for text in ranks.all_gather_bytes(raised.encode())] + [backend.step().num_samples], {}
+
+
+def save(ranks, folder, _):
+    """Train a step and save a checkpoint from all ranks."""
+    backend = TorchBackend(run_config(folder / "model"), ranks=ranks)
+    backend.accumulate(make_samples(4, seed=1, model_path=folder / "model"))
+    backend.step()
+    with Checkpoints(ObjectStore.open((folder / "objects").as_uri()), ranks=ranks, keep=1) as checkpoints:
+        reference = checkpoints.save(backend.state(), extra={"rank": ranks.rank}).wait(30)
+    texts = [data.decode() for data in ranks.all_gather_bytes(f"{reference.policy_version} {reference.uri} {reference.digest.hex()}".encode())]
+    return texts, {name: tensor.clone() for name, tensor in backend.state().tensors.items()}
+
+
+def lose_a_rank(ranks, folder, _):
+    """Let rank 1 go without a word; tell what rank 0 raised."""
+    if ranks.rank == 1:
+        os._exit(0)
+    try:
+        ranks.all_gather(np.zeros(1))
+    except RelaxError as error:
+        return str(error), {}
+    return "nothing was raised", {}
+
+
+def main():
+    """Run a scenario: argv holds its name, a folder, and its parameter."""
+    name, folder, parameter = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    scenario = {"train": train, "talk": talk, "diverge": diverge, "save": save, "lose_a_rank": lose_a_rank}[name]
+    with open_ranks(timeout_seconds=30.0) as ranks:
+        result, tensors = scenario(ranks, folder, parameter)
+        if ranks.rank == 0:
+            safetensors.torch.save_file(tensors, folder / "tensors.safetensors")
+            (folder / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Models made out of a run's own data: when, how, and what is said about it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from relax_events.config import RunConfig
+from relax_events.data.preparation import make_tiny_for, prepare_model, warm_start_model
+from relax_events.errors import ConfigError
+
+
+def run_config(folder: Path, *, steps: int = 0, target_loss: float = 0.0, tiny: dict[str, int] | None = None, seed: int = 0) -> RunConfig:
+    """A run whose task is to answer every letter with itself."""
+    data = folder / "letters.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"say {letter}", "answer": letter}) + "\n" for letter in "abcdefgh"))
+    return RunConfig.model_validate(
+        {
+            "run": {"id": "letters", "seed": seed},
+            "model": {"path": folder / "model", "tiny": {"hidden_size": 32, "num_layers": 1, "corpus_rows": 8} if tiny is None else tiny or None},
+            "data": {"source": f"jsonl:{data}"},
+            "warm_start": {"steps": steps, "batch_size": 16, "learning_rate": 1e-2, "target_loss": target_loss},
+        }
+    )
+
+
+def test_prepare_makes_a_tiny_model_where_there_is_none(tmp_path: Path) -> None:
+    lines: list[str] = []
+    path = prepare_model(run_config(tmp_path), report=lines.append)
+    assert path == tmp_path / "model"
+    assert AutoModelForCausalLM.from_pretrained(path).config.hidden_size == 32
+    assert AutoTokenizer.from_pretrained(path).tokenize("say b") == ["say ", "b"]
+    assert lines == ["made a random qwen3 of width 32", f"wrote model {path}"]
+    assert [entry.name for entry in tmp_path.iterdir() if "draft" in entry.name] == []
+
+
+def test_prepare_leaves_a_model_that_is_there(tmp_path: Path) -> None:
+    prepare_model(run_config(tmp_path), report=lambda _: None)
+    before = (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns
+    lines: list[str] = []
+    prepare_model(run_config(tmp_path), report=lines.append)
+    assert lines == [f"model {tmp_path / 'model'} is there"]
+    assert (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_prepare_says_so_when_the_model_was_made_from_other_settings(tmp_path: Path) -> None:
+    prepare_model(run_config(tmp_path), report=lambda _: None)
+    lines: list[str] = []
+    prepare_model(run_config(tmp_path, seed=1), report=lines.append)
+    assert lines == [f"model {tmp_path / 'model'} is there, made from other settings; remove it to have it made again"]
+
+
+def test_prepare_refuses_a_missing_model_without_a_recipe(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model does not exist; set model.path, or describe a small model in \[model.tiny\]"):
+        prepare_model(run_config(tmp_path, tiny={}), report=lambda _: None)
+    assert not (tmp_path / "model").exists()
+
+
+def test_warm_start_teaches_the_task_and_reports(tmp_path: Path) -> None:
+    lines: list[str] = []
+    warm_start_model(run_config(tmp_path, steps=60), report=lines.append)
+    assert [line for line in lines if line.startswith("warm start: step 60 of 60, loss 0.0")]
+    assert "greedy accuracy after the warm start: 1.00 on 256 prompts" in lines
+
+
+def test_warm_start_stops_once_its_loss_is_low_enough(tmp_path: Path) -> None:
+    lines: list[str] = []
+    warm_start_model(run_config(tmp_path, steps=60, target_loss=1.0), report=lines.append)
+    (last,) = [line for line in lines if line.startswith("warm start: stopped at step")]
+    step, loss = int(last.split()[5].rstrip(",")), float(last.split()[-1])
+    assert step < 60
+    assert loss < 1.0
+
+
+def test_warm_start_gives_the_same_weights_for_a_seed(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    first = warm_start_model(run_config(tmp_path, steps=3), output=tmp_path / "first", report=lambda _: None)
+    torch.manual_seed(2)
+    second = warm_start_model(run_config(tmp_path, steps=3), output=tmp_path / "second", report=lambda _: None)
+    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+
+
+def test_warm_start_goes_on_from_the_model_that_is_there(tmp_path: Path) -> None:
+    random = warm_start_model(run_config(tmp_path), report=lambda _: None)
+    weights = (random / "model.safetensors").read_bytes()
+    copy = warm_start_model(run_config(tmp_path), output=tmp_path / "copy", report=lambda _: None)
+    assert (copy / "model.safetensors").read_bytes() == weights
+    assert (warm_start_model(run_config(tmp_path, steps=2), report=lambda _: None) / "model.safetensors").read_bytes() != weights
+
+
+def test_make_tiny_for_keeps_the_system_prompt_in_one_token(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    data = config.data.model_copy(update={"system_prompt": "Be brief."})
+    assert config.model.tiny is not None
+    path = make_tiny_for(data, tmp_path / "made", tiny=config.model.tiny, seed=0)
+    assert AutoTokenizer.from_pretrained(path).tokenize("Be brief.") == ["Be brief."]

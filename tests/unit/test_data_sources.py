@@ -1,0 +1,113 @@
+"""Sources of prompts: files of JSON lines and generated problems."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from relax_events.config import DataConfig
+from relax_events.data.rows import PromptRow
+from relax_events.data.sources import open_source
+from relax_events.errors import ConfigError
+from relax_events.events.types import ChatMessage
+
+GSM8K_ROW = {"question": "Two and two?", "answer": "2 + 2 = 4\n#### 4"}
+
+
+def write_lines(path: Path, *lines: object) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def jsonl(path: Path, **settings: object) -> DataConfig:
+    return DataConfig.model_validate({"source": f"jsonl:{path}", **settings})
+
+
+def test_jsonl_reads_rows_in_any_order(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", *({"prompt": f"p{number}", "answer": number, "level": number % 2} for number in range(5)))
+    source = open_source(jsonl(path), seed=0)
+    assert source.rows == 5
+    assert source.row(3) == PromptRow([ChatMessage.of_text("user", "p3")], "3", '{"level":1}')
+    assert source.row(0).messages[0].text == "p0"
+
+
+def test_jsonl_reads_gsm8k_columns(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "gsm8k.jsonl", GSM8K_ROW)
+    row = open_source(jsonl(path, prompt_key="question"), seed=0).row(0)
+    assert (row.messages[0].text, row.answer, row.metadata) == ("Two and two?", "2 + 2 = 4\n#### 4", "{}")
+
+
+def test_jsonl_reads_chat_messages_and_puts_the_system_prompt_first(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "a"}]
+    path = write_lines(tmp_path / "chat.jsonl", {"prompt": chat, "answer": "x"}, {"prompt": own, "answer": "x"})
+    source = open_source(jsonl(path, system_prompt="be brief"), seed=0)
+    assert [(message.role, message.text) for message in source.row(0).messages] == [
+        ("system", "be brief"),
+        ("user", "a"),
+        ("assistant", "b"),
+        ("user", "c"),
+    ]
+    assert [message.text for message in source.row(1).messages] == ["mine", "a"]
+
+
+def test_jsonl_passes_over_blank_lines_and_a_missing_last_newline(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('\n{"prompt": "a", "answer": ""}\n   \n{"prompt": "b", "answer": ""}')
+    source = open_source(jsonl(path), seed=0)
+    assert [source.row(index).messages[0].text for index in range(source.rows)] == ["a", "b"]
+
+
+def test_jsonl_needs_no_answers_when_told_so(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", {"prompt": "a"})
+    assert open_source(jsonl(path, answer_key=""), seed=0).row(0).answer == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ({"question": "q", "answer": "a"}, r"rows.jsonl:2 has no key 'prompt', only 'question', 'answer'; set data.prompt_key"),
+        ({"prompt": "q", "solution": "a"}, r"rows.jsonl:2 has no key 'answer', only 'solution'; set data.answer_key"),
+        ("{broken", r"rows.jsonl:2 is not JSON: .*; each line must be one JSON object"),
+        ([1, 2], r"rows.jsonl:2 is a list; each line must be one JSON object"),
+        ({"prompt": 7, "answer": "a"}, r"rows.jsonl:2: prompt is a number; a prompt is a non-empty string or a list of chat messages"),
+        ({"prompt": "", "answer": "a"}, r"rows.jsonl:2: prompt is an empty string"),
+        ({"prompt": [], "answer": "a"}, r"rows.jsonl:2: prompt is an empty list"),
+        ({"prompt": None, "answer": "a"}, r"rows.jsonl:2: prompt is null"),
+        ({"prompt": [{"role": "user"}], "answer": "a"}, r"rows.jsonl:2: prompt has message \{'role': 'user'\}; a chat message is an object"),
+    ],
+)
+def test_jsonl_names_the_line_that_is_unfit(tmp_path: Path, line: object, text: str) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", {"prompt": "good", "answer": "a"}, line)
+    with pytest.raises(ConfigError, match=text):
+        open_source(jsonl(path), seed=0)
+
+
+def test_jsonl_notices_a_row_that_changed_after_it_was_opened(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", {"prompt": "good", "answer": "a"})
+    source = open_source(jsonl(path), seed=0)
+    path.write_text('{"prompt": "go')
+    with pytest.raises(ConfigError, match=r"row 0 is not JSON"):
+        source.row(0)
+
+
+def test_jsonl_refuses_files_without_rows(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere.jsonl does not exist; set data.source"):
+        open_source(jsonl(tmp_path / "nowhere.jsonl"), seed=0)
+    with pytest.raises(ConfigError, match=r"has no rows"):
+        open_source(jsonl(write_lines(tmp_path / "empty.jsonl")), seed=0)
+    with pytest.raises(ConfigError, match=r"can't be read"):
+        open_source(jsonl(tmp_path), seed=0)
+
+
+@pytest.mark.parametrize("index", [-1, 1])
+def test_jsonl_has_no_rows_beyond_its_ends(tmp_path: Path, index: int) -> None:
+    source = open_source(jsonl(write_lines(tmp_path / "rows.jsonl", {"prompt": "a", "answer": "b"})), seed=0)
+    with pytest.raises(IndexError, match=r"it has 1 rows"):
+        source.row(index)
+
+
+@pytest.mark.parametrize("source", ["rows.jsonl", "csv:rows.csv", "jsonl:", "reasoning_gym:"])
+def test_open_source_refuses_what_it_does_not_know(source: str) -> None:
+    with pytest.raises(ConfigError, match=r"data.source must be 'jsonl:<path>' or 'reasoning_gym:<task>'"):
+        open_source(DataConfig(source=source), seed=0)

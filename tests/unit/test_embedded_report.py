@@ -1,0 +1,63 @@
+"""`relax broker` where nothing runs: what is said and with which exit code."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from relax_events.broker.embedded.report import BrokerReport, broker_report
+from relax_events.cli.broker import app
+
+REPORT = BrokerReport("/node", True, "127.0.0.1:20001", 77, "4.3.1", 61.7, 3 << 19, 5 << 20)
+
+
+def test_report_aligns_fields_when_shown_as_text() -> None:
+    assert REPORT.as_text().splitlines() == [
+        "state              running",
+        "bootstrap servers  127.0.0.1:20001",
+        "pid                77",
+        "Kafka version      4.3.1",
+        "uptime             62 s",
+        "log                1.50 MiB",
+        "disk use           5.00 MiB",
+        "directory          /node",
+    ]
+
+
+def test_report_keeps_figures_exact_when_shown_as_json() -> None:
+    assert json.loads(REPORT.as_json())["uptime_seconds"] == 61.7
+    assert json.loads(REPORT.as_json())["disk_bytes"] == 5_242_880
+
+
+def test_broker_report_is_down_and_empty_when_nothing_was_started(tmp_path: Path) -> None:
+    report = broker_report(tmp_path / "node")
+    assert report == BrokerReport(str(tmp_path / "node"), False, None, None, None, None, 0, 0)
+    assert report.as_text().startswith("state              down\nbootstrap servers  -\n")
+
+
+def test_broker_report_counts_what_sparse_files_really_take(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    with (tmp_path / "data" / "sparse.index").open("wb") as file:
+        file.truncate(10 << 20)
+    (tmp_path / "data" / "real.log").write_bytes(b"x" * 100_000)
+    (tmp_path / "broker.log").write_bytes(b"y" * 12)
+    report = broker_report(tmp_path)
+    assert 100_000 <= report.disk_bytes < 1 << 20
+    assert report.log_bytes == 12
+
+
+def test_status_exits_with_3_when_the_broker_is_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = app(["status", "--directory", str(tmp_path), "--output", "json"], result_action="return_value")
+    assert answer == 3
+    assert json.loads(capsys.readouterr().out)["running"] is False
+
+
+def test_logs_print_the_end_of_the_log_when_the_broker_is_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "broker.log").write_text("one\ntwo\nthree\n")
+    app(["logs", "--directory", str(tmp_path), "--lines", "2", "--follow"], result_action="return_value")
+    assert capsys.readouterr().out == "two\nthree\n"
+
+
+def test_stop_says_nothing_when_the_broker_is_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    app(["stop", "--directory", str(tmp_path)], result_action="return_value")
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,142 @@
+"""The packed forward against plain forwards of one sequence at a time."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from relax_events.errors import ConfigError, WeightsError
+from relax_events.models.tiny import make_tiny
+from relax_events.training import policy_model
+from relax_events.training.packing import pack
+from relax_events.training.policy_model import PolicyModel, choose_device
+from tests.unit.trainer_samples import changed, make_samples, plain_logprobs, plain_model, run_config, tiny_model
+
+CPU = torch.device("cpu")
+SAMPLES = [changed(sample, temperature=0.5 + 0.1 * index) for index, sample in enumerate(make_samples(12, seed=1))]
+
+
+def load(dtype=torch.float64, attention="sdpa", path=None):
+    return PolicyModel(path or tiny_model(), config=run_config().model.model_copy(update={"attention": attention}), device=CPU, dtype=dtype)
+
+
+def one_by_one():
+    return np.concatenate([plain_logprobs(sample.tokens, sample.temperature)[sample.loss_mask == 1] for sample in SAMPLES])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("share_rows", [True, False])
+def test_token_logprobs_equal_one_by_one(attention, share_rows):
+    logprobs = load(attention=attention).token_logprobs(pack(SAMPLES, vocab_size=256, share_rows=share_rows)).logprobs
+    np.testing.assert_allclose(logprobs.detach().numpy(), one_by_one(), atol=1e-6)  # temperatures are float32
+
+
+def test_token_logprobs_equal_one_by_one_in_float32():
+    logprobs = load(torch.float32).token_logprobs(pack(SAMPLES, vocab_size=256)).logprobs
+    np.testing.assert_allclose(logprobs.detach().numpy(), one_by_one(), atol=2e-5)
+
+
+def test_token_logprobs_give_the_entropy_of_the_tempered_distribution():
+    sample = SAMPLES[3]
+    entropies = load().token_logprobs(pack([sample], vocab_size=256)).entropies
+    with torch.no_grad():
+        logits = plain_model(tiny_model())(torch.from_numpy(sample.tokens.astype(np.int64))[None]).logits[0] / sample.temperature
+    expected = torch.distributions.Categorical(logits=logits[np.flatnonzero(sample.loss_mask) - 1]).entropy()
+    np.testing.assert_allclose(entropies.numpy(), expected.numpy(), atol=1e-6)
+
+
+def test_token_logprobs_and_gradients_are_the_same_when_the_head_works_in_chunks(monkeypatch):
+    batch = pack(SAMPLES, vocab_size=256)
+    whole, pieces = load(), load()
+    result = whole.token_logprobs(batch)
+    result.logprobs.square().sum().backward()
+    monkeypatch.setattr(policy_model, "MAX_LOGITS_ELEMENTS", 5 * whole.vocab_size)
+    chunked = pieces.token_logprobs(batch)
+    chunked.logprobs.square().sum().backward()
+    torch.testing.assert_close(chunked.logprobs, result.logprobs, rtol=0, atol=1e-12)
+    torch.testing.assert_close(chunked.entropies, result.entropies, rtol=0, atol=1e-12)
+    for mine, other in zip(pieces.module.parameters(), whole.module.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_model_shares_rows_when_neighbours_stay_apart(dtype):
+    assert load(dtype).shares_rows
+
+
+def test_model_gives_each_sample_its_row_when_neighbours_leak(monkeypatch):
+    def leaky(self, input_ids, position_ids):
+        mask = torch.ones_like(input_ids)  # an all-ones mask makes transformers 5 forget the packing
+        return self.module.base_model(input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False).last_hidden_state
+
+    monkeypatch.setattr(PolicyModel, "_hidden", leaky)
+    assert not load().shares_rows
+
+
+def test_model_is_refused_when_its_logits_are_more_than_a_head(monkeypatch):
+    class Doubling(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, hidden):
+            return 2 * self.inner(hidden)
+
+    original = policy_model._load
+
+    def scaled(path, **options):
+        module = original(path, **options)
+        head = module.lm_head
+        monkeypatch.setattr(type(module), "get_output_embeddings", lambda self: Doubling(head))
+        return module
+
+    monkeypatch.setattr(policy_model, "_load", scaled)
+    with pytest.raises(ConfigError, match="makes its logits by more than a linear head"):
+        load()
+
+
+def test_model_names_the_folder_when_it_is_missing():
+    with pytest.raises(ConfigError, match=r"model.path = /nowhere holds no config.json; .*relax models make-tiny"):
+        load(path=Path("/nowhere"))
+
+
+def test_model_names_the_folder_when_it_holds_something_else(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-family"}')
+    with pytest.raises(ConfigError, match="can't be loaded as a causal language model"):
+        load(path=tmp_path)
+
+
+def test_replace_weights_gives_the_other_models_logprobs(tmp_path):
+    model = load(torch.float32)
+    other = load(torch.float32, path=make_tiny(tmp_path, corpus=["12=21"], hidden_size=32, seed=4))
+    model.replace_weights(dict(other.module.named_parameters()))
+    batch = pack(SAMPLES, vocab_size=256)
+    assert torch.equal(model.token_logprobs(batch).logprobs, other.token_logprobs(batch).logprobs)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "the weights lack model.norm.weight"),
+        (lambda tensors: tensors.update(extra=torch.zeros(1)), "the model has no tensor extra"),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)}),
+            r"model.norm.weight is \(3,\) in the weights and \(32,\) in the model",
+        ),
+    ],
+)
+def test_replace_weights_keeps_the_old_ones_when_they_do_not_fit(change, text):
+    model = load(torch.float32)
+    before = {name: value.clone() for name, value in model.module.named_parameters()}
+    tensors = {name: torch.zeros_like(value) for name, value in before.items()}
+    change(tensors)
+    with pytest.raises(WeightsError, match=text):
+        model.replace_weights(tensors)
+    assert all(torch.equal(value, before[name]) for name, value in model.module.named_parameters())
+
+
+def test_choose_device_names_what_torch_does_not_know():
+    with pytest.raises(ConfigError, match="model.device = 'abacus' is no device"):
+        choose_device("abacus")
+    assert choose_device("cpu") == CPU

@@ -1,0 +1,187 @@
+"""The reward pool: order, speed, and every way in which user code goes wrong."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from relax_events.config import RewardConfig
+from relax_events.errors import ConfigError, RewardError
+from relax_events.rewards.hub import Score
+from relax_events.rewards.pool import RewardItem, RewardPool
+
+USER_FILE = """
+import os, signal, sys, threading
+
+def score(completion, *, answer, metadata, prompt):
+    print("noise on stdout")
+    if completion == "hang":
+        threading.Event().wait()
+    if completion == "die":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if completion == "leave":
+        os._exit(9)
+    if completion == "exit":
+        sys.exit(3)
+    if completion == "raise":
+        raise KeyError("colour")
+    if completion == "nan":
+        return float("nan")
+    if completion == "text":
+        return "1"
+    if completion == "memory":
+        return len(bytearray(10**10))
+    if completion == "pid":
+        return os.getpid()
+    if completion == "parts":
+        return {"form": metadata["form"], "content": len(prompt)}
+    return float(completion == answer)
+"""
+
+
+@pytest.fixture
+def function(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(USER_FILE)
+    return f"{tmp_path / 'mine.py'}:score"
+
+
+@pytest.fixture
+def pool(function: str) -> Iterator[RewardPool]:
+    with RewardPool(RewardConfig(function=function, timeout_seconds=0.4, processes=2)) as pool:
+        yield pool
+
+
+def items(*completions: str) -> list[RewardItem]:
+    return [RewardItem(f"sample-{number}", completion, "good") for number, completion in enumerate(completions)]
+
+
+def rewards(results: list[Score | RewardError]) -> list[float | None]:
+    return [result.reward if isinstance(result, Score) else None for result in results]
+
+
+def test_pool_keeps_the_order_of_many_items(pool: RewardPool) -> None:
+    completions = ["good" if number % 3 == 0 else "bad" for number in range(1000)]
+    assert rewards(pool.score_batch(items(*completions))) == [float(number % 3 == 0) for number in range(1000)]
+    assert pool.score_batch([]) == []
+
+
+def test_pool_uses_all_its_processes(pool: RewardPool) -> None:
+    pids = {result.reward for result in pool.score_batch(items(*["pid"] * 64)) if isinstance(result, Score)}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+
+
+def test_pool_passes_prompt_and_metadata_and_returns_components(pool: RewardPool) -> None:
+    (result,) = pool.score_batch([RewardItem("a", "parts", metadata='{"form": 0.5}', prompt="four")])
+    assert isinstance(result, Score)
+    assert (result.reward, result.components) == (4.5, {"form": 0.5, "content": 4.0})
+    assert 0 < result.seconds < 0.4
+
+
+@pytest.mark.parametrize(
+    ("completion", "text"),
+    [
+        ("hang", r"took longer than 0.4 s \(reward.timeout_seconds\) on sample sample-1$"),
+        ("die", r"died \(signal SIGSEGV\) on sample sample-1$"),
+        ("leave", r"died \(exit code 9\) on sample sample-1$"),
+        ("exit", r"raised SystemExit: 3 \(.*mine.py:13\) on sample sample-1$"),
+        ("raise", r"raised KeyError: 'colour' \(.*mine.py:15\) on sample sample-1$"),
+        ("nan", r"returned 'reward': nan; rewards must be finite on sample sample-1$"),
+        ("text", r"returned 'reward': '1' \(str\); it must return a number or a dict of numbers on sample sample-1$"),
+        ("memory", r"raised MemoryError"),
+    ],
+)
+def test_pool_counts_a_failure_against_its_sample_alone(pool: RewardPool, completion: str, text: str) -> None:
+    results = pool.score_batch(items("good", completion, "good", "good", "bad"))
+    assert rewards(results) == [1.0, None, 1.0, 1.0, 0.0]
+    with pytest.raises(RewardError, match=text):
+        raise next(result for result in results if isinstance(result, RewardError))
+
+
+def test_pool_goes_on_after_many_failures(pool: RewardPool) -> None:
+    assert rewards(pool.score_batch(items(*["die", "good", "leave", "raise"] * 5))) == [None, 1.0, None, None] * 5
+    assert rewards(pool.score_batch(items("good"))) == [1.0]
+
+
+def test_pool_starts_a_child_again_that_was_killed_between_batches(pool: RewardPool) -> None:
+    pids = {int(result.reward) for result in pool.score_batch(items(*["pid"] * 64)) if isinstance(result, Score)}
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    results = pool.score_batch(items(*["good"] * 64))
+    # Each of the two children can take at most the call at its head with it.
+    assert sum(result.reward for result in results if isinstance(result, Score)) >= 62
+
+
+def test_pool_scores_completions_larger_than_a_pipe(pool: RewardPool) -> None:
+    large = "x" * 300_000
+    batch = [RewardItem(f"{number}", large, large) for number in range(40)]
+    assert rewards(pool.score_batch(batch)) == [1.0] * 40
+
+
+def test_pool_names_its_function_and_version(pool: RewardPool, function: str) -> None:
+    assert pool.name == function
+    assert len(pool.digest) == 64
+
+
+def test_pool_refuses_a_function_that_changed_during_the_run(pool: RewardPool, function: str) -> None:
+    Path(function.removesuffix(":score")).write_text(USER_FILE + "\n# another version\n")
+    with pytest.raises(ConfigError, match="changed during the run"):
+        pool.score_batch(items("die", *["good"] * 10, "hang"))
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("def score(:\n", "syntax error in line 1"),
+        ("def other(): pass\n", "has no function 'score', only other"),
+        ("import os\nos._exit(4)\n", r"died \(exit code 4\) before it was loaded"),
+        ("memory = bytearray(10**10)\n", "MemoryError"),
+    ],
+)
+def test_pool_does_not_start_with_a_function_that_can_not_be_loaded(tmp_path: Path, source: str, text: str) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(ConfigError, match=text):
+        RewardPool(RewardConfig(function=f"{tmp_path / 'mine.py'}:score", processes=2))
+
+
+def test_pool_ends_its_children_when_it_is_closed(function: str) -> None:
+    with RewardPool(RewardConfig(function=function)) as pool:
+        (result,) = pool.score_batch(items("pid"))
+    assert isinstance(result, Score)
+    assert not psutil.pid_exists(int(result.reward))
+
+
+def test_child_ends_with_its_parent_even_in_a_call_that_hangs(function: str) -> None:
+    program = (
+        "import sys\nfrom relax_events.config import RewardConfig\nfrom relax_events.rewards.pool import RewardItem, RewardPool\n"
+        f"pool = RewardPool(RewardConfig(function={function!r}, timeout_seconds=600))\n"
+        "print(int(pool.score_batch([RewardItem('a', 'pid')])[0].reward), flush=True)\n"
+        "pool.score_batch([RewardItem('a', 'hang')])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    child.wait(timeout=10)
+
+
+def test_pool_scores_thousands_a_second() -> None:
+    batch = [RewardItem(f"{number}", "word", "word", prompt="x" * 200) for number in range(10_000)]
+    with RewardPool(RewardConfig(function="exact_match")) as pool:
+        pool.score_batch(batch[:100])
+        started = time.perf_counter()
+        results = pool.score_batch(batch)
+        seconds = time.perf_counter() - started
+    assert rewards(results) == [1.0] * len(batch)
+    assert len(batch) / seconds > 5_000
+
+
+def test_pool_leaves_no_threads_in_the_parent(pool: RewardPool) -> None:
+    assert threading.active_count() == 1

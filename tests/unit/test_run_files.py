@@ -1,0 +1,27 @@
+"""The run files that come with the project are valid and point at what exists."""
+
+from pathlib import Path
+
+import pytest
+
+from relax_events.config import load_run_config
+from relax_events.data.sources import open_source
+from relax_events.rewards.hub import load_reward
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_run_file_is_valid_and_named_after_its_run(path: Path) -> None:
+    config = load_run_config(path, environment={})
+    assert config.run.id == path.stem
+    assert load_reward(config.reward.function).name == config.reward.function
+
+
+def test_quickstart_needs_every_role_and_nothing_of_the_users() -> None:
+    config = load_run_config(CONFIGS / "quickstart.toml", environment={})
+    assert {"reference", "actor-forward"} <= config.roles().keys()
+    assert config.model.tiny is not None
+    row = open_source(config.data, seed=0).row(0)
+    assert row.answer
+    assert len(row.answer) < config.engine.sampling.max_new_tokens

@@ -1,0 +1,76 @@
+"""The scorer against plain forwards of one sequence at a time."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from relax_events.errors import PoisonSample, WeightsError
+from relax_events.models.tiny import make_tiny
+from relax_events.training.scoring import LogprobScorer
+from tests.unit.trainer_samples import changed, make_samples, plain_logprobs, run_config, tiny_model
+
+SAMPLES = make_samples(9, seed=4, temperature=0.8)
+
+
+@dataclass(frozen=True)
+class SomeWeights:
+    policy_version: int
+    tensors: dict[str, torch.Tensor]
+    digest: bytes = b""
+
+
+def scorer(path=None, max_tokens=40):
+    return LogprobScorer(path or tiny_model(), model=run_config().model, threads=1, max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
+def test_score_equals_one_by_one_in_any_packing(max_tokens):
+    scores = scorer(max_tokens=max_tokens).score(SAMPLES)
+    for sample, values in zip(SAMPLES, scores, strict=True):
+        assert values.dtype == np.float32
+        np.testing.assert_allclose(values, plain_logprobs(sample.tokens, 0.8) * sample.loss_mask, atol=2e-5)
+
+
+def test_score_is_zero_outside_the_mask():
+    for sample, values in zip(SAMPLES, scorer().score(SAMPLES), strict=True):
+        assert not values[sample.loss_mask == 0].any()
+        assert (values[sample.loss_mask == 1] < 0).all()
+
+
+def test_score_takes_samples_without_loss_tokens():
+    bare = changed(SAMPLES[0], loss_mask=np.zeros_like(SAMPLES[0].loss_mask))
+    first, second, third = scorer().score([bare, SAMPLES[1], bare])
+    assert not first.any()
+    assert second.any()
+    assert not third.any()
+
+
+def test_score_gives_nothing_for_nothing():
+    assert scorer().score([]) == []
+
+
+def test_score_names_the_sample_that_can_not_be_scored():
+    with pytest.raises(PoisonSample, match="sample s2: temperature must be > 0"):
+        scorer().score([*SAMPLES[:2], changed(SAMPLES[2], temperature=-1.0)])
+
+
+def test_load_weights_switches_to_the_other_version(tmp_path):
+    other = scorer(make_tiny(tmp_path, corpus=["12=21"], hidden_size=32, seed=4))
+    mine = scorer()
+    assert mine.policy_version == 0
+    mine.load_weights(SomeWeights(5, dict(other._model.module.named_parameters())))
+    assert mine.policy_version == 5
+    for values, expected in zip(mine.score(SAMPLES), other.score(SAMPLES), strict=True):
+        np.testing.assert_array_equal(values, expected)
+
+
+def test_load_weights_keeps_version_and_scores_when_they_do_not_fit():
+    mine = scorer()
+    before = mine.score(SAMPLES)
+    with pytest.raises(WeightsError, match="the weights lack"):
+        mine.load_weights(SomeWeights(5, {}))
+    assert mine.policy_version == 0
+    for values, expected in zip(mine.score(SAMPLES), before, strict=True):
+        np.testing.assert_array_equal(values, expected)

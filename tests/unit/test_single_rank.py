@@ -1,0 +1,35 @@
+"""The group of one, and how several are opened."""
+
+import numpy as np
+import pytest
+
+from relax_events.errors import EnvironmentProblem
+from relax_events.training.distributed import TORCHRUN_VARIABLES, open_ranks
+from relax_events.training.ranks import SingleRank
+
+
+def test_single_rank_gives_back_what_it_gets():
+    ranks = SingleRank()
+    np.testing.assert_array_equal(ranks.all_gather(np.array([1, 2])), [[1, 2]])
+    assert ranks.all_gather_bytes(b"abc") == [b"abc"]
+    assert ranks.broadcast(b"abc") == b"abc"
+
+
+@pytest.mark.parametrize(("data", "source"), [(None, 0), (b"abc", 1)])
+def test_single_rank_refuses_a_broadcast_from_nobody(data, source):
+    with pytest.raises(ValueError, match="the only rank is 0 and must bring the data"):
+        SingleRank().broadcast(data, source=source)
+
+
+def test_open_ranks_stands_alone_without_torchrun(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with open_ranks(timeout_seconds=5.0) as ranks:
+        assert isinstance(ranks, SingleRank)
+
+
+def test_open_ranks_names_what_torchrun_should_have_set(monkeypatch):
+    for name in TORCHRUN_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(EnvironmentProblem, match="RANK is set but WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not"):
+        open_ranks(timeout_seconds=5.0)

@@ -1,0 +1,293 @@
+"""The torch backend against a plain, padded GRPO step written from the formulas."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from relax_events.errors import ConfigError, PoisonSample, RunFailed, WeightsError
+from relax_events.training.protocol import TrainerState
+from relax_events.training.ranks import SingleRank
+from relax_events.training.torch_backend import TorchBackend
+from tests.unit.trainer_samples import changed, make_samples, plain_model, run_config, tiny_model
+
+ALGORITHM = {"kl_coefficient": 0.1, "old_logprobs": "actor", "clip_low": 0.1, "clip_high": 0.2}
+TRAINER = {"weight_decay": 0.1, "warmup_steps": 3, "max_grad_norm": 0.5}
+SAMPLES = [changed(sample, temperature=0.7 + 0.05 * (index % 4)) for index, sample in enumerate(make_samples(10, seed=2))]
+
+
+def backend(dtype=torch.float64, algorithm=None, trainer=None, model_dtype="float32"):
+    config = run_config(algorithm=ALGORITHM if algorithm is None else algorithm, trainer=TRAINER if trainer is None else trainer, dtype=model_dtype)
+    return TorchBackend(config, ranks=SingleRank(), dtype=dtype)
+
+
+def snapshot(state):
+    return TrainerState(policy_version=state.policy_version, tensors={name: tensor.clone() for name, tensor in state.tensors.items()})
+
+
+class PaddedGrpo:
+    """GRPO as a textbook writes it: right-padded rows, an attention mask, whole logits, torch's own AdamW and clipping."""
+
+    def __init__(self, *, aggregation, estimator):
+        self.model = type(plain_model(tiny_model()))(plain_model(tiny_model()).config).double()
+        self.model.load_state_dict(plain_model(tiny_model()).state_dict())
+        self.model.eval()
+        decayed = [value for value in self.model.parameters() if value.ndim >= 2]
+        others = [value for value in self.model.parameters() if value.ndim < 2]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+        self.aggregation, self.estimator, self.num_steps = aggregation, estimator, 0
+
+    def padded(self, samples, field):
+        rows = [torch.from_numpy(np.array(getattr(sample, field))).double() for sample in samples]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    def step(self, samples):
+        tokens, mask = self.padded(samples, "tokens").long(), self.padded(samples, "loss_mask")[:, 1:]
+        old, ref, advantages = (self.padded(samples, field)[:, 1:] for field in ("actor_logprobs", "ref_logprobs", "advantages"))
+        lengths = torch.tensor([len(sample.tokens) for sample in samples])
+        attention = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
+        logits = self.model(input_ids=tokens, attention_mask=attention).logits[:, :-1]
+        logits = logits / torch.tensor([np.float32(sample.temperature) for sample in samples], dtype=torch.float64)[:, None, None]
+        logprobs = torch.log(torch.softmax(logits, -1)).gather(-1, tokens[:, 1:, None])[..., 0]
+        ratio = torch.exp(logprobs - old)
+        policy = -torch.min(ratio * advantages, torch.clip(ratio, 0.9, 1.2) * advantages)
+        d = logprobs - ref
+        kl = {"k1": d, "k2": 0.5 * d**2, "k3": torch.exp(-d) - 1 + d}[self.estimator]
+        loss = self.mean(policy + 0.1 * kl, mask)
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = clip_grad_norm_(self.model.parameters(), 0.5)
+        self.num_steps += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 1e-2 * min(1, self.num_steps / 3)
+        self.optimizer.step()
+        clipped = ((ratio < 0.9) & (advantages < 0)) | ((ratio > 1.2) & (advantages > 0))
+        x = logprobs - self.padded(samples, "rollout_logprobs")[:, 1:]
+        token_mean = {"mean_ratio": ratio, "clip_fraction": clipped, "mismatch_kl": torch.exp(x) - 1 - x, "entropy": self.entropy(logits)}
+        figures = {name: float((values.detach() * mask).sum() / mask.sum()) for name, values in token_mean.items()}
+        figures |= {"loss": loss.item(), "kl_estimate": self.mean(kl, mask).item(), "policy_loss": self.mean(policy, mask).item()}
+        return figures | {"grad_norm": norm.item(), "mismatch_max_abs": (x * mask).abs().max().item(), "num_loss_tokens": int(mask.sum())}
+
+    def entropy(self, logits):
+        return torch.distributions.Categorical(logits=logits).entropy()
+
+    def mean(self, values, mask):
+        if self.aggregation == "token_mean":
+            return (values * mask).sum() / mask.sum()
+        return ((values * mask).sum(1) / mask.sum(1)).mean()
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sample_mean"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_steps_equal_a_padded_implementation(aggregation, estimator):
+    mine = backend(algorithm=ALGORITHM | {"aggregation": aggregation, "kl_estimator": estimator})
+    other = PaddedGrpo(aggregation=aggregation, estimator=estimator)
+    for version in range(4):
+        for part in (SAMPLES[:3], SAMPLES[3:4], SAMPLES[4:]):
+            mine.accumulate(part)
+        figures, expected = mine.step().as_figures(), other.step(SAMPLES)
+        assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-7)
+        assert figures["learning_rate"] == pytest.approx(1e-2 * min(1, (version + 1) / 3))
+    for name, value in mine.weights().items():
+        # A fraction 1e-3 of the sum of learning rates: RMSNorm works in float32 in any model, and AdamW blows up gradients that are nearly zero.
+        torch.testing.assert_close(value, other.model.get_parameter(name).detach(), rtol=0, atol=3e-5)
+    assert mine.policy_version == 4
+
+
+def test_figures_count_what_was_trained():
+    mine = backend()
+    mine.accumulate(SAMPLES)
+    figures = mine.step()
+    assert figures.num_samples == len(SAMPLES)
+    assert figures.num_tokens == sum(len(sample.tokens) for sample in SAMPLES)
+    assert figures.clip_fraction == pytest.approx(figures.clip_low_fraction + figures.clip_high_fraction)
+
+
+def test_float32_step_is_near_float64():
+    mine, exact = backend(torch.float32), backend()
+    for trainer in (mine, exact):
+        trainer.accumulate(SAMPLES)
+    assert mine.step().as_figures() == pytest.approx(exact.step().as_figures(), rel=1e-4, abs=1e-5)
+
+
+def test_steps_are_equal_bit_for_bit_when_repeated():
+    runs = [backend(None), backend(None)]
+    for trainer in runs:
+        for _ in range(3):
+            trainer.accumulate(SAMPLES[:5])
+            trainer.accumulate(SAMPLES[5:])
+            trainer.step()
+    first, second = (trainer.weights() for trainer in runs)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_bfloat16_keeps_small_updates_in_its_master_weights():
+    mine = backend(None, model_dtype="bfloat16", trainer={"learning_rate": 1e-6})
+    before = snapshot(mine.state()).tensors
+    mine.accumulate(SAMPLES)
+    mine.step()
+    after, weights = mine.state().tensors, mine.weights()
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert weights[name].dtype == torch.bfloat16
+    moved = (after[f"model.{name}"] - before[f"model.{name}"]).abs()
+    assert 0 < float(moved.max()) <= 1.05e-6
+    assert torch.equal(weights[name], after[f"model.{name}"].bfloat16())
+
+
+def test_bfloat16_gradients_are_near_float32():
+    mine, exact = backend(None, model_dtype="bfloat16"), backend(torch.float32)
+    for trainer in (mine, exact):
+        trainer.accumulate(SAMPLES)
+    assert mine.step().grad_norm == pytest.approx(exact.step().grad_norm, rel=0.1)
+
+
+def test_reference_logprobs_are_not_needed_without_kl():
+    mine = backend(algorithm={})
+    mine.accumulate([changed(sample, ref_logprobs=None, actor_logprobs=None) for sample in SAMPLES])
+    assert mine.step().kl_estimate == 0.0
+
+
+def test_poison_sample_leaves_the_rest_of_the_step_unharmed():
+    mine, clean = backend(), backend()
+    for trainer in (mine, clean):
+        trainer.accumulate(SAMPLES[:4])
+    with pytest.raises(PoisonSample, match="sample s5 has no actor_logprobs"):
+        mine.accumulate([SAMPLES[4], changed(SAMPLES[5], actor_logprobs=None)])
+    assert mine.step() == clean.step()
+
+
+def test_samples_without_loss_tokens_change_nothing():
+    mine, clean = backend(), backend()
+    for trainer in (mine, clean):
+        trainer.accumulate(SAMPLES[:4])
+    mine.accumulate([changed(SAMPLES[5], loss_mask=np.zeros_like(SAMPLES[5].loss_mask))])
+    assert mine.step() == clean.step()
+
+
+def test_step_fails_without_loss_tokens_and_keeps_the_weights():
+    mine = backend()
+    before = mine.weights()
+    with pytest.raises(RunFailed, match="train step 0 holds no loss token on any rank"):
+        mine.step()
+    assert mine.policy_version == 0
+    assert all(torch.equal(value, before[name]) for name, value in mine.weights().items())
+
+
+def test_step_names_step_and_samples_when_the_loss_is_not_finite():
+    mine = backend(torch.float32)
+    before = mine.weights()
+    mine.accumulate(SAMPLES[:3])
+    far = np.where(SAMPLES[3].loss_mask, np.float32(3e38), np.float32(0))
+    mine.accumulate([changed(SAMPLES[3], advantages=far)])
+    mine.accumulate(SAMPLES[4:])
+    with pytest.raises(
+        RunFailed, match=r"train step 0: loss and gradients must be finite; rank 0: .* micro-batch of samples s3\. The weights are those before"
+    ):
+        mine.step()
+    assert mine.policy_version == 0
+    assert all(torch.equal(value, before[name]) for name, value in mine.weights().items())
+
+
+def test_step_names_the_samples_when_only_the_gradient_is_not_finite():
+    mine = backend(torch.float32)
+    mine.accumulate(SAMPLES[:3])
+
+    def break_gradient(gradient):
+        return gradient * math.inf
+
+    handle = mine._model.module.lm_head.weight.register_hook(break_gradient)
+    mine.accumulate(SAMPLES[3:5])
+    handle.remove()
+    mine.accumulate(SAMPLES[5:])
+    with pytest.raises(RunFailed, match=r"micro-batch of samples s3, s4\."):
+        mine.step()
+
+
+def test_step_goes_on_after_a_failed_one_as_if_it_had_not_been():
+    mine, clean = backend(), backend()
+    far = np.where(SAMPLES[3].loss_mask, np.float32(3e38), np.float32(0))
+    mine.accumulate([changed(SAMPLES[3], advantages=far)] * 2)
+    mine._flat.gradients.fill_(math.nan)
+    mine.accumulate(SAMPLES[:1])
+    with pytest.raises(RunFailed):
+        mine.step()
+    for trainer in (mine, clean):
+        trainer.accumulate(SAMPLES)
+    assert mine.step() == clean.step()
+
+
+def test_weights_are_a_snapshot_in_hugging_face_names():
+    mine = backend()
+    weights = mine.weights()
+    before = {name: value.clone() for name, value in weights.items()}
+    assert weights.keys() == dict(plain_model(tiny_model()).named_parameters()).keys()
+    mine.accumulate(SAMPLES)
+    mine.step()
+    assert all(torch.equal(value, before[name]) for name, value in weights.items())
+    assert any(not torch.equal(value, before[name]) for name, value in mine.weights().items())
+
+
+def test_load_state_goes_on_bit_for_bit():
+    straight, saved, restored = backend(None), backend(None), backend(None)
+    for trainer in (straight, saved):
+        trainer.accumulate(SAMPLES[:5])
+        trainer.step()
+    state = snapshot(saved.state())
+    restored.accumulate(SAMPLES[:2])
+    restored.load_state(state)
+    for trainer in (straight, restored):
+        trainer.accumulate(SAMPLES[5:])
+    assert straight.step() == restored.step()
+    assert restored.policy_version == 2
+    first, second = straight.state().tensors, restored.state().tensors
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_state_before_the_first_step_can_be_loaded():
+    mine = backend(None)
+    other = backend(None)
+    other.accumulate(SAMPLES)
+    other.step()
+    other.load_state(snapshot(mine.state()))
+    for trainer in (mine, other):
+        trainer.accumulate(SAMPLES)
+    assert mine.step() == other.step()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda tensors: tensors.pop("exp_avg.lm_head.weight"), "exp_avg.lm_head.weight is only in the model"),
+        (lambda tensors: tensors.update({"model.more": torch.zeros(1)}), "model.more is only in the state"),
+        (lambda tensors: tensors.update({"model.model.norm.weight": torch.zeros(5)}), r"model.model.norm.weight is \(5,\) in the state and \(32,\)"),
+    ],
+)
+def test_load_state_changes_nothing_when_the_state_does_not_fit(change, text):
+    mine = backend(None)
+    before = snapshot(mine.state())
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in before.tensors.items()}
+    change(tensors)
+    with pytest.raises(WeightsError, match=text):
+        mine.load_state(TrainerState(policy_version=7, tensors=tensors))
+    assert mine.policy_version == 0
+    assert all(torch.equal(tensor, before.tensors[name]) for name, tensor in mine.state().tensors.items())
+
+
+def test_backend_names_a_missing_model():
+    config = run_config()
+    missing = config.model_copy(update={"model": config.model.model_copy(update={"path": Path("/nowhere")})})
+    with pytest.raises(ConfigError, match="model.path = /nowhere"):
+        TorchBackend(missing, ranks=SingleRank())
+
+
+def test_figures_carry_every_field():
+    mine = backend()
+    mine.accumulate(SAMPLES)
+    figures = mine.step()
+    assert figures.as_figures() == {name: float(value) for name, value in dataclasses.asdict(figures).items()}

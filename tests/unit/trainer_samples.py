@@ -1,0 +1,102 @@
+"""A tiny model, run configs and samples for the trainer's tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from relax_events.config import RunConfig
+from relax_events.events.types import FinishReason, SampleReady
+from relax_events.models.tiny import make_tiny
+
+
+@cache
+def tiny_model() -> Path:
+    """Write a tiny random Qwen3 once in a test process."""
+    return make_tiny(Path(mkdtemp(prefix="relax-tiny-")), corpus=["12=21"], hidden_size=32, seed=3)
+
+
+def run_config(
+    path: Path | None = None, *, algorithm: dict[str, Any] | None = None, trainer: dict[str, Any] | None = None, dtype: str = "float32"
+) -> RunConfig:
+    """Make a config of a run on the CPU."""
+    return RunConfig.model_validate(
+        {
+            "run": {"id": "test"},
+            "model": {"path": path or tiny_model(), "device": "cpu", "dtype": dtype},
+            "data": {"source": "jsonl:unused"},
+            "algorithm": algorithm or {},
+            "trainer": {"learning_rate": 1e-2} | (trainer or {}),
+        }
+    )
+
+
+def make_samples(num_samples: int, *, seed: int = 0, temperature: float = 1.0, model_path: Path | None = None) -> list[SampleReady]:
+    """Draw samples of 4 to 20 tokens, with masks that have holes, near a model's own log-probabilities (the tiny one's by default)."""
+    generator, model = np.random.default_rng(seed), plain_model(model_path or tiny_model())
+    return [_make_sample(generator, model, index, temperature) for index in range(num_samples)]
+
+
+def _make_sample(generator: np.random.Generator, model: torch.nn.Module, index: int, temperature: float) -> SampleReady:
+    num_tokens = int(generator.integers(4, 21))
+    num_prompt_tokens = int(generator.integers(1, num_tokens - 1))
+    mask = (np.arange(num_tokens) >= num_prompt_tokens).astype(np.uint8)
+    mask[num_prompt_tokens + 1 :] &= generator.random(num_tokens - num_prompt_tokens - 1) < 0.8
+    tokens = generator.integers(0, 256, num_tokens).astype(np.int32)
+    logprobs = np.where(mask, plain_logprobs(tokens, temperature, model), 0).astype(np.float32)
+
+    def near(scale: float) -> np.ndarray[Any, np.dtype[np.float32]]:
+        return np.where(mask, logprobs + scale * generator.standard_normal(num_tokens), 0).astype(np.float32)
+
+    return SampleReady(
+        sample_id=f"s{index}",
+        prompt_group_id=f"g{index // 2}",
+        sample_index=index % 2,
+        samples_per_prompt=2,
+        train_step=0,
+        group_index=index // 2,
+        attempt=0,
+        row=index // 2,
+        policy_version=0,
+        min_policy_version=0,
+        max_policy_version=0,
+        tokens=tokens,
+        loss_mask=mask,
+        rollout_logprobs=near(0.3),
+        actor_logprobs=near(0.2),
+        ref_logprobs=near(0.5),
+        advantages=(mask * generator.standard_normal()).astype(np.float32),
+        reward=1.0,
+        temperature=temperature,
+        num_prompt_tokens=num_prompt_tokens,
+        finish_reason=FinishReason.STOP,
+    )
+
+
+@cache
+def plain_model(path: Path) -> torch.nn.Module:
+    """Load a model in float64 without any code of the trainer's; callers must not change it."""
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    return model.eval()
+
+
+def plain_logprobs(tokens: np.ndarray[Any, Any], temperature: float = 1.0, model: torch.nn.Module | None = None) -> np.ndarray[Any, Any]:
+    """Compute each token's log-probability from a whole forward of one sequence; 0 at the first token."""
+    ids = torch.from_numpy(tokens.astype(np.int64))[None]
+    with torch.no_grad():
+        logits: Tensor = (model or plain_model(tiny_model()))(ids).logits[0] / temperature
+    picked = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    return np.concatenate([[0.0], picked.numpy()])
+
+
+def changed(sample: SampleReady, **changes: Any) -> SampleReady:
+    """Copy a sample with some fields changed."""
+    return dataclasses.replace(sample, **changes)

@@ -1,0 +1,1 @@
+"""One file a role: what `relax worker ROLE CONFIG` runs."""

@@ -1,0 +1,196 @@
+"""The advantage role: joins each prompt group's samples with their scores and log-probabilities, and computes advantages.
+
+Consumes rollout.samples, reward.scores and, as the algorithm needs, reference.logprobs and actor.logprobs; waits for the
+last record of a prompt group; produces SampleReady for each sample, or one PromptGroupEnded, on advantage.samples. The
+input offsets follow the oldest prompt group that is still open.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import structlog
+
+from relax_events.algorithms.advantages import group_advantages
+from relax_events.broker.consumer import GroupConsumer
+from relax_events.broker.records import OutRecord, Record
+from relax_events.config import RunConfig
+from relax_events.errors import CorruptRecord, PoisonSample
+from relax_events.events.types import (
+    Event,
+    Outcome,
+    PolicyVersionPublished,
+    SampleEvaluated,
+    SampleReady,
+    SampleRolledOut,
+    SampleScored,
+    TopicOffset,
+)
+from relax_events.pipeline.join import GroupJoin, JoinedGroup
+from relax_events.pipeline.validation import check_sample
+from relax_events.pipeline.worker import Worker
+from relax_events.policy import IssuedGroup
+from workers.opening import open_worker
+
+log = structlog.get_logger()
+IDLE_SECONDS = 0.5
+EVALUATOR_TOPICS = {"reference": "reference.logprobs", "actor": "actor.logprobs"}
+
+
+def run(config: RunConfig, *, index: int = 0) -> None:
+    """Run the role until it is asked to stop."""
+    with open_worker("advantage", config, index=index) as worker:
+        AdvantageLoop(worker).run()
+
+
+def needed_evaluators(config: RunConfig) -> frozenset[str]:
+    """Return whose log-probabilities a sample needs before it can be trained."""
+    wanted = {"reference": config.algorithm.kl_coefficient > 0, "actor": config.algorithm.old_logprobs == "actor"}
+    return frozenset(name for name, needed in wanted.items() if needed)
+
+
+class AdvantageLoop:
+    """See the module's docstring."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        evaluators = needed_evaluators(worker.config)
+        entities = ["rollout.samples", "reward.scores", *(EVALUATOR_TOPICS[name] for name in sorted(evaluators))]
+        self._join = GroupJoin(evaluators=evaluators)
+        self._committed: dict[tuple[str, int], int] = {}
+        self._version_changed = False
+        self._consumer = GroupConsumer(
+            worker.connection,
+            consumer_group=worker.plan.consumer_group("advantage"),
+            topics=[worker.plan.topic(entity) for entity in entities],
+            on_revoked=self._give_back,
+        )
+
+    def run(self) -> None:
+        """Work until the drain starts."""
+        worker = self._worker
+        worker.follow(self._note)
+        while not worker.drain.requested:
+            records = self._consumer.fetch(1000, timeout_seconds=IDLE_SECONDS)
+            if records:
+                self._process(records)
+            if self._version_changed:
+                self._version_changed = False
+                self._expire()
+            worker.beats.num_in_flight = self._join.num_open
+            worker.tick(working=bool(records))
+        self._commit(wait=True)
+        self._consumer.close()
+
+    def _process(self, records: list[Record]) -> None:
+        started = time.monotonic()
+        for record in records:
+            if self._worker.is_expired(record.policy_version) and record.topic != self._worker.plan.topic("rollout.samples"):
+                self._join.pass_over(record)
+            elif (group := self._take(record)) is not None:
+                self._finish(group)
+        self._worker.producer.flush()
+        self._commit()
+        self._worker.finished(len(records), started)
+
+    def _take(self, record: Record) -> JoinedGroup | None:
+        event = self._worker.decode(record)
+        if isinstance(event, SampleScored | SampleEvaluated):
+            return self._join.add(record, event)
+        reason = "record could not be decoded"
+        if event is not None:
+            try:
+                return self._join.add(record, check_sample(event))
+            except PoisonSample as error:
+                self._worker.dead_letter(record, error)
+                reason = str(error)
+        try:
+            IssuedGroup.parse(record.key)
+        except CorruptRecord:
+            self._join.pass_over(record)  # nobody's record: its dead letter is all that can be done
+            return None
+        return self._join.poison(record, reason)
+
+    def _finish(self, group: JoinedGroup) -> None:
+        """Send a prompt group that is complete, or over, on its way to the trainer."""
+        self._join.close(group)
+        failures = [score.error for score in group.scores.values() if score.error is not None]
+        if group.poisoned or failures:
+            reason = f"poison: {group.poisoned}" if group.poisoned else f"reward: {failures[0]}"
+            self._end(group, Outcome.FAILED, reason)
+            return
+        rewards = np.array([[group.scores[sample.sample_id].reward for sample in group.ordered_samples()]], np.float64)
+        mean_reward = float(rewards.mean())
+        if self._worker.config.algorithm.filter_uniform_rewards and np.ptp(rewards) == 0:
+            self._end(group, Outcome.FILTERED, "all rewards are equal", mean_reward=mean_reward)
+            return
+        advantages = group_advantages(rewards, normalise_std=self._worker.config.algorithm.normalise_std)[0]
+        for sample, advantage in zip(group.ordered_samples(), advantages, strict=True):
+            self._worker.producer.send(self._ready_record(group, sample, float(advantage)))
+
+    def _ready_record(self, group: JoinedGroup, sample: SampleRolledOut, advantage: float) -> OutRecord:
+        def logprobs_of(evaluator: str) -> np.ndarray | None:
+            found = group.evaluations.get(evaluator, {}).get(sample.sample_id)
+            return None if found is None else found.values
+
+        score = group.scores[sample.sample_id]
+        ready = SampleReady(
+            sample_id=sample.sample_id,
+            prompt_group_id=sample.prompt_group_id,
+            sample_index=sample.sample_index,
+            samples_per_prompt=sample.samples_per_prompt,
+            train_step=sample.train_step,
+            group_index=sample.group_index,
+            attempt=sample.attempt,
+            row=sample.row,
+            policy_version=sample.policy_version,
+            min_policy_version=sample.min_policy_version,
+            max_policy_version=sample.max_policy_version,
+            tokens=sample.tokens,
+            loss_mask=sample.loss_mask,
+            rollout_logprobs=sample.rollout_logprobs,
+            actor_logprobs=logprobs_of("actor"),
+            ref_logprobs=logprobs_of("reference"),
+            advantages=sample.loss_mask.astype(np.float32) * np.float32(advantage),
+            reward=score.reward,
+            temperature=sample.temperature,
+            num_prompt_tokens=sample.num_prompt_tokens,
+            finish_reason=sample.finish_reason,
+            media=[part.media for message in sample.messages for part in message.parts if part.media is not None],
+            routed_experts=sample.routed_experts,
+        )
+        return self._worker.sample_record(
+            "advantage.samples", ready, prompt_group_id=sample.prompt_group_id, policy_version=sample.policy_version
+        )
+
+    def _end(self, group: JoinedGroup, outcome: Outcome, reason: str, *, mean_reward: float | None = None) -> None:
+        self._worker.producer.send(
+            self._worker.tombstone(group.prompt_group_id, outcome, reason, policy_version=group.policy_version, mean_reward=mean_reward)
+        )
+        log.info("prompt_group.ended", prompt_group_id=group.prompt_group_id, outcome=outcome, reason=reason)
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, PolicyVersionPublished):
+            self._version_changed = True
+
+    def _expire(self) -> None:
+        """Close what left the window. Half a generation is dropped in silence: its lease brings the prompt group back."""
+        oldest = self._worker.control.policy_version - self._worker.config.run.max_staleness
+        for group in self._join.expired(oldest):
+            self._join.close(group)
+            if group.is_rolled_out:
+                self._end(group, Outcome.EXPIRED, f"version {group.policy_version} left the window before its samples were scored")
+        self._worker.producer.flush()
+        self._commit()
+
+    def _commit(self, *, wait: bool = False) -> None:
+        moved = [mark for mark in self._join.low_watermarks() if self._committed.get((mark.topic, mark.partition)) != mark.offset]
+        self._committed |= {(mark.topic, mark.partition): mark.offset for mark in moved}
+        self._consumer.commit(moved, wait=wait)
+
+    def _give_back(self, offsets: list[TopicOffset]) -> None:
+        self._commit(wait=True)
+        for offset in offsets:
+            self._join.drop_partition(offset.topic, offset.partition)
+            self._committed.pop((offset.topic, offset.partition), None)

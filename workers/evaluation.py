@@ -1,0 +1,56 @@
+"""What reference and actor-forward have in common: log-probabilities of given tokens under given weights."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from relax_events.broker.records import OutRecord
+from relax_events.events.types import SampleEvaluated, SampleRolledOut
+from relax_events.pipeline.worker import Worker
+from relax_events.training.scoring import LogprobScorer
+
+UseVersion = Callable[[int], int]
+
+
+class Evaluating:
+    """Turns record batches of samples into log-probabilities, one forward pass for each policy version among them.
+
+    `use_version` is told the samples' version, makes the scorer hold the weights that belong to it, and returns the
+    version of those weights.
+    """
+
+    def __init__(self, worker: Worker, scorer: LogprobScorer, *, evaluator: str, topic: str, use_version: UseVersion) -> None:
+        self._worker, self._scorer, self._use_version = worker, scorer, use_version
+        self._evaluator, self._topic = evaluator, topic
+
+    def __call__(self, samples: Sequence[SampleRolledOut]) -> list[OutRecord]:
+        """Evaluate the samples."""
+        by_version: dict[int, list[SampleRolledOut]] = defaultdict(list)
+        for sample in samples:
+            by_version[sample.policy_version].append(sample)
+        records = []
+        for version, members in sorted(by_version.items()):
+            evaluator_version = self._use_version(version)
+            for sample, values in zip(members, self._scorer.score(members), strict=True):
+                evaluated = SampleEvaluated(
+                    sample_id=sample.sample_id,
+                    prompt_group_id=sample.prompt_group_id,
+                    policy_version=sample.policy_version,
+                    evaluator=self._evaluator,
+                    evaluator_version=evaluator_version,
+                    values=values,
+                )
+                records.append(
+                    self._worker.sample_record(self._topic, evaluated, prompt_group_id=sample.prompt_group_id, policy_version=sample.policy_version)
+                )
+            self._worker.metrics.tokens(sum(len(sample.tokens) for sample in members))
+        return records
+
+
+def open_scorer(worker: Worker) -> LogprobScorer:
+    """Load the initial model for scoring."""
+    config = worker.config
+    return LogprobScorer(
+        config.model.path, model=config.model, threads=config.trainer.threads, max_tokens=config.trainer.max_tokens_per_micro_batch
+    )

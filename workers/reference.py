@@ -1,0 +1,18 @@
+"""The reference role: log-probabilities of every sample under the initial model, for the KL term.
+
+Consumes rollout.samples, produces SampleEvaluated on reference.logprobs.
+"""
+
+from __future__ import annotations
+
+from relax_events.config import RunConfig
+from relax_events.pipeline.map_role import MapRole
+from workers.evaluation import Evaluating, open_scorer
+from workers.opening import open_worker
+
+
+def run(config: RunConfig, *, index: int = 0) -> None:
+    """Run the role until it is asked to stop."""
+    with open_worker("reference", config, index=index) as worker:
+        evaluate = Evaluating(worker, open_scorer(worker), evaluator="reference", topic="reference.logprobs", use_version=lambda _: 0)
+        MapRole(worker, evaluate).run()

@@ -1,0 +1,73 @@
+"""The reward role: scores every generated sample.
+
+Consumes rollout.samples, produces SampleScored on reward.scores. A reward function that raises, hangs, dies or returns
+no finite number costs its sample a counted failure with the reason, never the worker and never a silent zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import structlog
+
+from relax_events.broker.records import OutRecord
+from relax_events.config import RunConfig
+from relax_events.errors import RewardError
+from relax_events.events.types import SampleRolledOut, SampleScored
+from relax_events.pipeline.map_role import MapRole
+from relax_events.pipeline.worker import Worker
+from relax_events.rewards.hub import Score
+from relax_events.rewards.pool import RewardItem, RewardPool
+from workers.opening import open_worker
+
+log = structlog.get_logger()
+
+
+def run(config: RunConfig, *, index: int = 0) -> None:
+    """Run the role until it is asked to stop."""
+    with RewardPool(config.reward) as pool, open_worker("reward", config, index=index) as worker:
+        MapRole(worker, Scoring(worker, pool)).run()
+
+
+class Scoring:
+    """Turns record batches of samples into scores."""
+
+    def __init__(self, worker: Worker, pool: RewardPool) -> None:
+        self._worker, self._pool = worker, pool
+
+    def __call__(self, samples: Sequence[SampleRolledOut]) -> list[OutRecord]:
+        """Score the samples, in order."""
+        return [self._record(sample, score) for sample, score in zip(samples, self._scores(samples), strict=True)]
+
+    def _scores(self, samples: Sequence[SampleRolledOut]) -> list[SampleScored]:
+        items = [
+            RewardItem(
+                sample_id=sample.sample_id,
+                completion=sample.completion,
+                answer=sample.answer,
+                metadata=sample.metadata,
+                prompt="\n".join(message.text for message in sample.messages),
+            )
+            for sample in samples
+        ]
+        return [self._scored(sample, score) for sample, score in zip(samples, self._pool.score_batch(items), strict=True)]
+
+    def _scored(self, sample: SampleRolledOut, score: Score | RewardError) -> SampleScored:
+        failure = score if isinstance(score, RewardError) else None
+        success = score if isinstance(score, Score) else Score(0.0, {}, 0.0)
+        if failure:
+            log.warning("sample.unscored", sample_id=sample.sample_id, error=str(failure))
+        return SampleScored(
+            sample_id=sample.sample_id,
+            prompt_group_id=sample.prompt_group_id,
+            policy_version=sample.policy_version,
+            reward=None if failure else success.reward,
+            components=success.components,
+            reward_name=self._pool.name,
+            reward_digest=self._pool.digest,
+            error=str(failure) if failure else None,
+            seconds=success.seconds,
+        )
+
+    def _record(self, sample: SampleRolledOut, scored: SampleScored) -> OutRecord:
+        return self._worker.sample_record("reward.scores", scored, prompt_group_id=sample.prompt_group_id, policy_version=sample.policy_version)

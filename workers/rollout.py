@@ -1,0 +1,324 @@
+"""The rollout role: leases prompt groups, generates their samples, writes them, settles the leases.
+
+Three sources put items into one inbox: the lanes (a lease), the control log (a new version), the drain. The loop waits
+for the inbox while the engine is idle, and for the engine while it works. A lease is settled only after all samples of
+its prompt group are acknowledged by the broker, so a worker that dies at any instruction loses time, not prompts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any
+
+import numpy as np
+import structlog
+
+from relax_events.broker.leases import GroupLeases, Lease, LeaseSource, ShareLeases
+from relax_events.broker.records import OutRecord
+from relax_events.config import RunConfig
+from relax_events.data.rendering import PromptRenderer
+from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
+from relax_events.errors import ConfigError, ObjectError, PoisonSample, WeightsError
+from relax_events.events.types import Event, FinishReason, Outcome, PolicyVersionPublished, PromptGroupIssued, SampleRolledOut
+from relax_events.objects.store import ObjectStore
+from relax_events.pipeline.worker import Worker
+from relax_events.weights.artifacts import read_weights
+from workers.opening import open_store, open_worker
+
+log = structlog.get_logger()
+IDLE_SECONDS = 0.5
+STEP_SECONDS = 0.25
+MAX_DELIVERIES = 5
+RELOAD_SECONDS = 2.0
+
+
+@dataclass(slots=True)
+class GroupInWork:
+    """A leased prompt group and what has been generated of it."""
+
+    lease: Lease
+    issued: PromptGroupIssued
+    prompt_tokens: np.ndarray
+    samples: list[GeneratedSample] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every sample has been generated."""
+        return len(self.samples) == self.issued.samples_per_prompt
+
+
+def run(config: RunConfig, *, index: int = 0) -> None:
+    """Run the role until it is asked to stop."""
+    store = open_store(config)
+    with open_worker("rollout", config, index=index, store=store, linger_ms=0) as worker:
+        engine = open_engine(config)
+        try:
+            RolloutLoop(worker, engine, store).run()
+        finally:
+            engine.close()
+
+
+def open_engine(config: RunConfig) -> Engine:
+    """Load the configured engine.
+
+    Raises:
+        ConfigError: No engine of that name is installed.
+    """
+    engines = {entry.name: entry for entry in entry_points(group="relax_events.engines")}
+    if config.engine.name not in engines:
+        raise ConfigError(f"engine.name = {config.engine.name!r} is not installed; installed are {', '.join(sorted(engines))}")
+    engine: Engine = engines[config.engine.name].load()(config.model.path, config=config.engine, model=config.model)
+    return engine
+
+
+def sample_seed(group_seed: int, sample_index: int) -> int:
+    """Derive a sample's seed, so that the same sample is drawn alike wherever and whenever it is generated."""
+    return int.from_bytes(hashlib.blake2b(f"{group_seed}/{sample_index}".encode(), digest_size=7).digest())
+
+
+class RolloutLoop:
+    """See the module's docstring."""
+
+    def __init__(self, worker: Worker, engine: Engine, store: ObjectStore) -> None:
+        self._worker, self._engine, self._store = worker, engine, store
+        self._config = worker.config
+        self._renderer = PromptRenderer.from_folder(self._config.model.path, self._config.data)
+        self._inbox: queue.SimpleQueue[Lease | None] = queue.SimpleQueue()
+        self._waiting: list[GroupInWork] = []
+        self._running: dict[str, GroupInWork] = {}
+        self._reload_after = 0.0
+        self._asleep = False
+
+    def run(self) -> None:
+        """Work until the drain starts, finish what runs, release what waits."""
+        worker = self._worker
+        worker.drain.on_start(lambda: self._inbox.put(None))
+        worker.follow(self._wake_on_version)
+        leases = self._open_leases()
+        try:
+            while not worker.drain.requested:
+                self._turn()
+            leases.stop()
+            self._release_waiting()
+            while self._running and not worker.drain.overdue:
+                self._generate()
+                worker.tick(working=True)
+            for group in self._running.values():
+                group.lease.release()
+        finally:
+            leases.close()
+
+    def _open_leases(self) -> LeaseSource:
+        kind: Any = ShareLeases if self._config.broker.lease == "share_group" else GroupLeases
+        plan = self._worker.plan
+        source: LeaseSource = kind(
+            self._worker.connection,
+            group=plan.consumer_group("rollout"),
+            topic=plan.topic("prompt.groups"),
+            lanes=self._config.engine.max_prompt_groups,
+            on_lease=self._inbox.put,
+        )
+        return source
+
+    def _turn(self) -> None:
+        self._load_newest()
+        self._admit()
+        busy = self._engine.num_running > 0
+        self._take_leases(wait=not busy)
+        if busy:
+            self._generate()
+        elif self._config.run.mode == "sync" and not self._waiting and not self._asleep:
+            self._engine.sleep()
+            self._asleep = True
+        self._worker.beats.num_in_flight = len(self._running) + len(self._waiting)
+        self._worker.tick(working=busy)
+
+    def _take_leases(self, *, wait: bool) -> None:
+        """Take what lies in the inbox; with `wait`, wait for the first item (and wake up to beat)."""
+        try:
+            lease = self._inbox.get(timeout=IDLE_SECONDS) if wait else self._inbox.get_nowait()
+            while True:
+                if lease is not None:
+                    self._open_lease(lease)
+                lease = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _open_lease(self, lease: Lease) -> None:
+        event = self._worker.decode(lease.record)
+        if not isinstance(event, PromptGroupIssued):
+            if event is not None:
+                self._worker.dead_letter(lease.record, PoisonSample(f"expected PromptGroupIssued, got {type(event).__name__}"))
+            self._fail(lease, "prompt record could not be decoded")
+        elif lease.delivery_count > MAX_DELIVERIES:
+            self._fail(lease, f"given up after {MAX_DELIVERIES} deliveries: every worker that took it died")
+        else:
+            try:
+                self._waiting.append(GroupInWork(lease, event, self._renderer.prompt_tokens(event.messages)))
+            except (PoisonSample, ValueError) as error:
+                self._worker.dead_letter(lease.record, PoisonSample(str(error)))
+                self._fail(lease, f"prompt can't be rendered: {error}")
+
+    def _fail(self, lease: Lease, reason: str) -> None:
+        """End a prompt group that can't be generated, and take it off the queue."""
+        if lease.record.key:
+            self._worker.producer.send(self._worker.tombstone(lease.record.key, Outcome.FAILED, reason))
+        self._worker.producer.flush()
+        lease.done()
+
+    def _admit(self) -> None:
+        """Start waiting prompt groups, oldest first, while there is room and the engine's version is new enough."""
+        if self._worker.control.paused or self._must_finish_first():
+            return
+        self._waiting.sort(key=lambda group: (group.issued.train_step, group.issued.group_index))
+        room = self._config.engine.max_running_samples - self._engine.num_running
+        kept = []
+        for group in self._waiting:
+            size = group.issued.samples_per_prompt
+            if group.issued.required_policy_version > self._engine.policy_version or (size > room and self._engine.num_running > 0):
+                kept.append(group)
+            elif self._submit(group):
+                room -= size
+        self._waiting = kept
+
+    def _must_finish_first(self) -> bool:
+        """With `finish`, a published version stops admission until what runs has ended and the version is loaded."""
+        return self._config.run.on_new_version == "finish" and self._worker.control.policy_version > self._engine.policy_version
+
+    def _submit(self, group: GroupInWork) -> bool:
+        issued = group.issued
+        empty_tokens, empty_logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
+        samples = tuple(
+            SampleRequest(
+                sample_id=f"{issued.prompt_group_id}/{index}",
+                seed=sample_seed(issued.seed, index),
+                tokens=empty_tokens,
+                logprobs=empty_logprobs,
+                segments=(),
+            )
+            for index in range(issued.samples_per_prompt)
+        )
+        if self._asleep:
+            self._engine.wake()
+            self._asleep = False
+        try:
+            self._engine.submit(
+                GenerationRequest(
+                    prompt_group_id=issued.prompt_group_id,
+                    prompt_tokens=group.prompt_tokens,
+                    samples=samples,
+                    sampling=self._config.engine.sampling,
+                    stop_token_ids=self._renderer.stop_token_ids,
+                )
+            )
+        except PoisonSample as error:
+            self._worker.dead_letter(group.lease.record, error)
+            self._fail(group.lease, f"engine refused the prompt: {error}")
+            return False
+        self._running[issued.prompt_group_id] = group
+        return True
+
+    def _generate(self) -> None:
+        started = time.monotonic()
+        finished = []
+        for sample in self._engine.poll(timeout_seconds=STEP_SECONDS):
+            group = self._running[sample.prompt_group_id]
+            group.samples.append(sample)
+            if group.is_complete:
+                finished.append(self._running.pop(sample.prompt_group_id))
+        if finished:
+            self._write(finished, started)
+
+    def _write(self, groups: list[GroupInWork], started: float) -> None:
+        """Make samples safe first, settle their leases after."""
+        for group in groups:
+            errors = [sample.error for sample in group.samples if sample.finish_reason is FinishReason.ERROR]
+            records = [self._worker.tombstone(group.issued.prompt_group_id, Outcome.FAILED, f"engine: {errors[0]}")] if errors else self._records(group)
+            for record in records:
+                self._worker.producer.send(record)
+        self._worker.producer.flush()
+        for group in groups:
+            group.lease.done()
+        self._worker.metrics.tokens(sum(len(sample.tokens) for group in groups for sample in group.samples))
+        self._worker.finished(len(groups), started)
+
+    def _records(self, group: GroupInWork) -> list[OutRecord]:
+        owner = min(segment.policy_version for sample in group.samples for segment in sample.segments)
+        return [
+            self._worker.sample_record(
+                "rollout.samples",
+                self._rolled_out(group, sample, owner),
+                prompt_group_id=group.issued.prompt_group_id,
+                policy_version=owner,
+            )
+            for sample in group.samples
+        ]
+
+    def _rolled_out(self, group: GroupInWork, sample: GeneratedSample, owner: int) -> SampleRolledOut:
+        issued, prompt, completion = group.issued, group.prompt_tokens, sample.tokens
+        versions = [segment.policy_version for segment in sample.segments]
+        tokens = np.concatenate([prompt, completion]).astype(np.int32, copy=False)
+        loss_mask = np.zeros(len(tokens), np.uint8)
+        loss_mask[len(prompt) :] = 1
+        logprobs = np.zeros(len(tokens), np.float32)
+        logprobs[len(prompt) :] = sample.logprobs
+        return SampleRolledOut(
+            sample_id=sample.sample_id,
+            prompt_group_id=issued.prompt_group_id,
+            sample_index=int(sample.sample_id.rpartition("/")[2]),
+            samples_per_prompt=issued.samples_per_prompt,
+            train_step=issued.train_step,
+            group_index=issued.group_index,
+            attempt=issued.attempt,
+            row=issued.row,
+            policy_version=owner,
+            min_policy_version=min(versions),
+            max_policy_version=max(versions),
+            version_segments=list(sample.segments),
+            tokens=tokens,
+            loss_mask=loss_mask,
+            rollout_logprobs=logprobs,
+            num_prompt_tokens=len(prompt),
+            temperature=self._config.engine.sampling.temperature,
+            finish_reason=sample.finish_reason,
+            completion=self._renderer.completion_text(completion),
+            messages=issued.messages,
+            answer=issued.answer,
+            metadata=issued.metadata,
+            worker_id=self._worker.worker_id,
+        )
+
+    def _load_newest(self) -> None:
+        """Load the newest version when it is this engine's turn to; an artifact that fails its check is tried again."""
+        newest = self._worker.control.latest
+        if newest is None or newest.policy_version <= self._engine.policy_version or time.monotonic() < self._reload_after:
+            return
+        mode = self._config.run.on_new_version
+        if mode == "finish" and self._engine.num_running:
+            return
+        try:
+            weights = read_weights(self._store, newest.artifact)
+            self._engine.load_weights(weights, on_running="swap" if mode == "swap" else "restart")
+        except (WeightsError, ObjectError) as error:
+            log.error("weights.refused", policy_version=newest.policy_version, serving=self._engine.policy_version, error=str(error))
+            self._reload_after = time.monotonic() + RELOAD_SECONDS
+            return
+        self._asleep = False
+        self._worker.beats.policy_version = self._engine.policy_version
+        log.info("weights.loaded", policy_version=self._engine.policy_version)
+
+    def _release_waiting(self) -> None:
+        while not self._inbox.empty():
+            if (lease := self._inbox.get()) is not None:
+                lease.release()
+        for group in self._waiting:
+            group.lease.release()
+        self._waiting = []
+
+    def _wake_on_version(self, event: Event) -> None:
+        if isinstance(event, PolicyVersionPublished):
+            self._inbox.put(None)

@@ -1,0 +1,310 @@
+"""The trainer: takes prompt groups as they become ready, updates the policy, publishes each version.
+
+    advantage.samples ──▶ assemble prompt groups ──▶ agree with the other ranks ──▶ micro-batches ──▶ forward, backward
+                                                                                                            │
+    control.* ◀── one transaction: step, outcomes, version, offsets ◀── weights to the object store ◀── update ◀┘
+
+Each rank reads the shards `shard mod ranks == rank` of every slot and waits for records; a round of small collectives
+tells how many prompt groups the ranks hold together, so that the step ends at the exact count. Offsets become real with
+the step that used their records. After a crash the recorded steps since the last checkpoint are trained again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from typing import Any
+
+import numpy as np
+import orjson
+import structlog
+
+from relax_events.broker.consumer import LogReader
+from relax_events.broker.records import Record
+from relax_events.config import RunConfig
+from relax_events.errors import ConfigError, CorruptRecord, PoisonSample
+from relax_events.events.types import CheckpointRef, PromptGroupEnded, SampleReady, TrainStepCommitted
+from relax_events.objects import ObjectStore
+from relax_events.pipeline.validation import check_ready
+from relax_events.pipeline.worker import Worker
+from relax_events.policy import IssuedGroup, ReadyGroup, select_groups
+from relax_events.training.assembly import GroupAssembler, PlacedSample
+from relax_events.training.checkpoints import Checkpoints
+from relax_events.training.commit import StepCommitter
+from relax_events.training.distributed import open_ranks
+from relax_events.training.history import TrainingHistory
+from relax_events.training.packing import MicroBatcher
+from relax_events.training.pending_checkpoint import PendingCheckpoint
+from relax_events.training.phases import Phases
+from relax_events.training.protocol import TrainerBackend, TrainerState
+from relax_events.training.ranks import Ranks
+from relax_events.training.replay import Replay
+from relax_events.training.step_record import StepShare
+from relax_events.weights.artifacts import delete_weights, read_weights, write_weights
+from workers.opening import open_store, open_worker
+
+log = structlog.get_logger()
+IDLE_SECONDS = 0.5
+ROUND_SECONDS = 0.1
+
+
+def run(config: RunConfig, *, index: int = 0) -> None:
+    """Run the role until it is asked to stop. Under torchrun this process is one rank of several."""
+    store = open_store(config)
+    with open_ranks(timeout_seconds=config.trainer.collective_timeout_seconds) as ranks:
+        with open_worker("trainer", config, index=index + ranks.rank, store=store) as worker:
+            backend = open_backend(config, ranks)
+            TrainLoop(worker, backend, ranks, store).run()
+
+
+def open_backend(config: RunConfig, ranks: Ranks) -> TrainerBackend:
+    """Load the configured backend.
+
+    Raises:
+        ConfigError: No backend of that name is installed.
+    """
+    backends = {entry.name: entry for entry in entry_points(group="relax_events.trainer_backends")}
+    if config.trainer.backend not in backends:
+        raise ConfigError(f"trainer.backend = {config.trainer.backend!r} is not installed; installed are {', '.join(sorted(backends))}")
+    backend: TrainerBackend = backends[config.trainer.backend].load()(config, ranks=ranks)
+    return backend
+
+
+class TrainLoop:
+    """See the module's docstring."""
+
+    def __init__(self, worker: Worker, backend: TrainerBackend, ranks: Ranks, store: ObjectStore) -> None:
+        self._worker, self._backend, self._ranks, self._store = worker, backend, ranks, store
+        self._config = worker.config
+        self._topic = worker.plan.topic("advantage.samples")
+        self._reader = LogReader(worker.connection, consumer_group=worker.plan.consumer_group("trainer"))
+        self._checkpoints = Checkpoints(store, ranks=ranks, keep=self._config.trainer.keep_checkpoints)
+        self._pending: PendingCheckpoint | None = None
+        self._checkpoint: CheckpointRef | None = None
+        self._phases = Phases()
+
+    def run(self) -> None:
+        """Recover, then train until the goal or the drain."""
+        worker = self._worker
+        self._committer = StepCommitter(worker, self._store, self._reader) if self._ranks.rank == 0 else None
+        history = self._recover()
+        worker.follow()
+        try:
+            while self._backend.policy_version < self._config.run.num_steps and self._train_step():
+                pass
+            log.info("trainer.finished", policy_version=self._backend.policy_version, num_recovered_steps=len(history.steps))
+            while not self._agree_to_drain():
+                worker.tick(working=False)
+                worker.drain.wait(IDLE_SECONDS)
+        finally:
+            self._checkpoints.close()
+            self._reader.close()
+            if self._committer is not None:
+                self._committer.close()
+
+    def _recover(self) -> TrainingHistory:
+        """Bring weights, optimizer and positions to where the log says that training stands."""
+        history = TrainingHistory.read(self._worker)
+        self._checkpoint = history.checkpoint()
+        if self._checkpoint is not None:
+            self._backend.load_state(self._checkpoints.load(self._checkpoint).state)
+            log.info("checkpoint.loaded", policy_version=self._backend.policy_version)
+        missing = [step for step in history.steps if step.train_step >= self._backend.policy_version]
+        if not Replay(self._worker, self._backend, self._ranks).run(missing):
+            self._take_published(history)
+        decided = set(history.ended_group_ids)
+        self._assembler = GroupAssembler(topic=self._topic, max_staleness=self._config.run.max_staleness, decided=decided)
+        positions = history.positions()
+        mine = [partition for partition in range(self._worker.plan.num_sample_partitions) if self._owns(partition)]
+        self._reader.assign({(self._topic, partition): positions.get(partition, 0) for partition in mine})
+        if history.is_fresh:
+            self._publish_initial()
+        return history
+
+    def _owns(self, partition: int) -> bool:
+        return partition % self._worker.plan.shards % self._ranks.size == self._ranks.rank
+
+    def _take_published(self, history: TrainingHistory) -> None:
+        """Where kernels are not deterministic, replay ends beside the published weights: those are the truth."""
+        published = read_weights(self._store, history.published[-1].artifact)
+        state = self._backend.state()
+        tensors = {**state.tensors, **{f"model.{name}": tensor for name, tensor in published.tensors.items()}}
+        self._backend.load_state(TrainerState(policy_version=state.policy_version, tensors=tensors))
+        log.warning("replay.diverged", policy_version=state.policy_version, taken="published weights")
+
+    def _publish_initial(self) -> None:
+        tensors = self._backend.weights()
+        if self._committer is not None:
+            artifact, _ = write_weights(self._store, tensors, policy_version=0)
+            self._committer.publish_initial(artifact)
+
+    def _train_step(self) -> bool:
+        """Train one step; return False when the drain cut it short (its records stay undecided and will be read again)."""
+        version = self._backend.policy_version
+        share = StepShare(self._ranks.rank)
+        batcher = MicroBatcher(max_tokens=self._config.trainer.max_tokens_per_micro_batch)
+        placed: dict[str, PlacedSample] = {}
+        self._phases = Phases()
+        remaining = self._config.run.groups_per_step
+        self._assembler.advance(version)
+        while remaining:
+            self._read(version)
+            if self._agree_to_drain():
+                return False
+            self._commit_ends()
+            taken, mine = self._choose(version, remaining)
+            remaining -= taken
+            for group in mine:
+                self._feed(group, batcher, placed, share)
+            self._worker.tick(working=taken > 0)
+        self._accumulate(batcher.flush(), placed, share)
+        self._finish_step(share)
+        return True
+
+    def _read(self, version: int) -> None:
+        """Wait for records and hand them to the assembler."""
+        with self._phases.measure("wait"):
+            records = self._reader.fetch(1000, timeout_seconds=IDLE_SECONDS if self._ranks.size == 1 else ROUND_SECONDS)
+        with self._phases.measure("decode"):
+            for record in records:
+                self._take(record, version)
+
+    def _take(self, record: Record, version: int) -> None:
+        event = self._worker.decode(record)
+        reason = "record could not be decoded"
+        if isinstance(event, PromptGroupEnded):
+            self._assembler.add(record, event, trainer_version=version)
+            return
+        if event is not None:
+            try:
+                self._assembler.add(record, self._trainable(check_ready(event)), trainer_version=version)
+            except PoisonSample as error:
+                self._worker.dead_letter(record, error)
+                reason = f"poison: {error}"
+            else:
+                return
+        try:
+            IssuedGroup.parse(record.key)
+        except CorruptRecord:
+            self._assembler.skip(record)
+        else:
+            self._assembler.reject(record, reason, trainer_version=version)
+
+    def _trainable(self, sample: SampleReady) -> SampleReady:
+        """Return a sample that this algorithm and this model can be trained on.
+
+        Raises:
+            PoisonSample: It can't; the text says why.
+        """
+        algorithm = self._config.algorithm
+        needed = {"actor_logprobs": algorithm.old_logprobs == "actor", "ref_logprobs": algorithm.kl_coefficient > 0}
+        for name, is_needed in needed.items():
+            if is_needed and getattr(sample, name) is None:
+                raise PoisonSample(f"sample {sample.sample_id}: the algorithm needs {name}, got none; was it made under another run file?")
+        if (highest := int(np.asarray(sample.tokens).max())) >= self._backend.vocab_size:
+            raise PoisonSample(f"sample {sample.sample_id}: tokens must be below the vocabulary's {self._backend.vocab_size}, got {highest}")
+        return sample
+
+    def _agree_to_drain(self) -> bool:
+        """Return whether any rank was asked to end; all ranks get the same answer."""
+        return any(flag == b"1" for flag in self._ranks.all_gather_bytes(b"1" if self._worker.drain.requested else b"0"))
+
+    def _commit_ends(self) -> None:
+        """Commit prompt groups that ended untrained, at once, so that the prompter can fill their seats."""
+        share = StepShare(self._ranks.rank, ended=self._assembler.pending_ends())
+        ended = [end for other in self._gather(share) for end in other.ended]
+        if not ended:
+            return
+        with self._phases.measure("commit"):
+            if self._committer is not None:
+                self._committer.commit_outcomes(ended)
+            self._ranks.all_gather_bytes(b"")  # nobody goes on before it is committed
+        self._assembler.decide([end.prompt_group_id for end in share.ended])
+        log.info("prompt_groups.ended", num_prompt_groups=len(ended), outcome=ended[0].outcome, reason=ended[0].reason)
+
+    def _choose(self, version: int, remaining: int) -> tuple[int, list[ReadyGroup]]:
+        """Agree on the prompt groups of this round; return how many all ranks take, and those of this rank."""
+        ready = self._assembler.ready()
+        rows = self._ranks.all_gather_bytes(orjson.dumps(ready))
+        everyone = [ReadyGroup(**row) for text in rows for row in orjson.loads(text)]
+        chosen = select_groups(everyone, trainer_version=version, count=remaining, order=self._config.run.batch_order)
+        if self._config.run.mode == "sync" and len(chosen) < remaining:
+            return 0, []  # one order for all runs: nothing starts before everything is there
+        mine = set(ready)
+        return len(chosen), [group for group in chosen if group in mine]
+
+    def _feed(self, group: ReadyGroup, batcher: MicroBatcher, placed: dict[str, PlacedSample], share: StepShare) -> None:
+        share.prompt_group_ids.append(group.prompt_group_id)
+        for item in self._assembler.take(group):
+            placed[item.sample.sample_id] = item
+            self._accumulate(batcher.add(item.sample), placed, share)
+
+    def _accumulate(self, micro_batch: Sequence[SampleReady] | None, placed: dict[str, PlacedSample], share: StepShare) -> None:
+        if not micro_batch:
+            return
+        started = time.monotonic()
+        with self._phases.measure("forward_backward"):
+            self._backend.accumulate(micro_batch)
+        share.note([placed[sample.sample_id] for sample in micro_batch], trainer_version=self._backend.policy_version)
+        self._worker.metrics.tokens(sum(len(sample.tokens) for sample in micro_batch))
+        self._worker.finished(len(micro_batch), started)
+
+    def _finish_step(self, share: StepShare) -> None:
+        """Update, write weights, commit; only then are the step's records decided."""
+        step = self._backend.policy_version
+        with self._phases.measure("update"):
+            figures = self._backend.step().as_figures()
+        self._poll_checkpoint()
+        with self._phases.measure("weights"):
+            tensors = self._backend.weights()
+            artifact, digest = write_weights(self._store, tensors, policy_version=step + 1) if self._committer else (None, b"")
+        self._assembler.decide(share.prompt_group_ids)
+        share.consumed = self._assembler.consumed()
+        shares = self._gather(share)
+        with self._phases.measure("commit"):
+            if self._committer is not None and artifact is not None:
+                committed = self._committer.commit_step(
+                    shares,
+                    train_step=step,
+                    artifact=artifact,
+                    digest=digest,
+                    figures=figures,
+                    phase_seconds=self._phases.seconds,
+                    checkpoint=self._checkpoint,
+                )
+                self._report(committed)
+                self._forget_weights(step + 1)
+        self._save_checkpoint()
+
+    def _gather(self, share: StepShare) -> list[StepShare]:
+        if self._ranks.size == 1:
+            return [share]
+        return [StepShare.from_bytes(data) for data in self._ranks.all_gather_bytes(share.to_bytes())]
+
+    def _report(self, step: TrainStepCommitted) -> None:
+        self._worker.beats.policy_version = step.policy_version
+        figures: dict[str, Any] = {name: round(value, 6) for name, value in step.figures.items()}
+        log.info("train_step.committed", train_step=step.train_step, staleness_counts=step.staleness_counts, **figures)
+
+    def _forget_weights(self, version: int) -> None:
+        """Delete weights that no engine can want any more; the initial ones stay for late readers of the log."""
+        oldest = version - 2 * self._worker.plan.num_slots
+        if oldest > 0:
+            delete_weights(self._store, oldest)
+
+    def _poll_checkpoint(self) -> None:
+        if self._pending is not None and (reference := self._pending.poll()) is not None:
+            self._pending, self._checkpoint = None, reference
+            log.info("checkpoint.written", policy_version=reference.policy_version)
+            if self._ranks.rank == 0:
+                self._checkpoints.prune(reference)
+
+    def _save_checkpoint(self) -> None:
+        """Start a checkpoint when one is due. It becomes real when a later step's record names it."""
+        version = self._backend.policy_version
+        if version % self._config.trainer.checkpoint_every or self._pending is not None:
+            return
+        extra = {"consumed": [[offset.partition, offset.offset] for offset in self._assembler.consumed()], "policy_version": version}
+        with self._phases.measure("checkpoint"):
+            self._pending = self._checkpoints.save(self._backend.state(), extra=extra)
