@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from confluent_kafka.admin import (
 from relax_events.broker.connection import Connection, error_of, translate
 from relax_events.errors import BrokerRefused, BrokerUnavailable
 from relax_events.topics.plan import TopicSpec
+
+VISIBLE_EVERY_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +80,21 @@ class Admin:
         }
 
     def create(self, specs: Sequence[TopicSpec]) -> None:
-        """Create topics; one that exists is left as it is."""
+        """Create topics and return once the broker shows them to clients; one that exists is left as it is."""
         if not specs:
             return
         new = [NewTopic(spec.name, spec.num_partitions, spec.replication_factor, config=spec.settings) for spec in specs]
         for name, future in self._client.create_topics(new, operation_timeout=self._timeout_seconds).items():
             self._result(future, f"creating topic {name}", ignore=KafkaError.TOPIC_ALREADY_EXISTS)
+        self._await_visible({spec.name for spec in specs})
+
+    def _await_visible(self, names: set[str]) -> None:
+        """Ask until all topics are shown: the controller answers a few milliseconds before the brokers know, and they tell nobody."""
+        deadline = time.monotonic() + self._timeout_seconds
+        while missing := names - self._client.list_topics(timeout=self._timeout_seconds).topics.keys():
+            if time.monotonic() > deadline:
+                raise BrokerUnavailable(f"topic {min(missing)} was created but is not shown after {self._timeout_seconds:g} s; see that all brokers run")
+            time.sleep(VISIBLE_EVERY_SECONDS)
 
     def alter_topic(self, name: str, settings: Mapping[str, str]) -> None:
         """Change settings of a topic."""

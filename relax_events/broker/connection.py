@@ -45,6 +45,8 @@ REFUSED = {
     KafkaError._UNKNOWN_TOPIC,  # noqa: SLF001
 }
 
+CALLBACKS = {"error_cb", "on_commit"}
+
 
 def error_of(exception: KafkaException) -> KafkaError:
     """Return the KafkaError inside an exception."""
@@ -91,7 +93,7 @@ class Connection:
             "log_level": 2,
             "error_cb": ConnectionLog(self.bootstrap_servers),
         }
-        dotted = {key.replace("_", ".") if not key.endswith("_cb") else key: value for key, value in more.items()}
+        dotted = {key if key in CALLBACKS else key.replace("_", "."): value for key, value in more.items()}
         return base | dict(self.client) | dotted
 
 

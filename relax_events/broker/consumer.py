@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import structlog
-from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
 
 from relax_events.broker.connection import Connection, error_of, translate
 from relax_events.broker.records import Record
-from relax_events.errors import BrokerUnavailable
+from relax_events.errors import BrokerError, BrokerUnavailable
 from relax_events.events.types import TopicOffset
 
 log = structlog.get_logger()
@@ -26,6 +26,7 @@ READER_SETTINGS: dict[str, Any] = {
     "fetch_message_max_bytes": 16 * 1024 * 1024,
     "queued_max_messages_kbytes": 65_536,
 }
+LEADER_CHANGE_SECONDS = 0.05
 TRANSIENT = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._TIMED_OUT, KafkaError._MAX_POLL_EXCEEDED}  # noqa: SLF001
 
 
@@ -60,15 +61,33 @@ class Fetching:
         """Go on at the oldest record that is left, after a purge below our position; the gap is said aloud."""
         low, _ = self.watermarks(topic, partition)
         log.warning("log.truncated", topic=topic, partition=partition, resumed_at=low)
-        self.seek(topic, partition, low)
+        self._restart(topic, partition, low)
+
+    def _restart(self, topic: str, partition: int, offset: int) -> None:
+        """Go on at `offset` where reading has stopped with an error; such a partition can't be sought."""
+        place = TopicPartition(topic, partition, offset)
+        try:
+            self._consumer.incremental_unassign([place])
+            self._consumer.incremental_assign([place])
+        except KafkaException as exception:
+            raise translate(error_of(exception), f"reading on at {topic}[{partition}]@{offset}") from exception
 
     def watermarks(self, topic: str, partition: int) -> tuple[int, int]:
-        """Return the oldest and the next offset of a partition, asked from the broker."""
-        try:
-            low, high = self._consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=self._timeout_seconds)
-        except KafkaException as exception:
-            raise translate(error_of(exception), f"asking for the ends of {topic}[{partition}]") from exception
-        return low, high
+        """Return the oldest and the next offset of a partition, asked from the broker.
+
+        A partition that was just made, or whose leader is changing, is asked again until the request timeout.
+        """
+        deadline = time.monotonic() + self._timeout_seconds
+        while True:
+            try:
+                low, high = self._consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=self._timeout_seconds)
+            except KafkaException as exception:
+                error = translate(error_of(exception), f"asking for the ends of {topic}[{partition}]")
+                if not isinstance(error, BrokerUnavailable) or time.monotonic() > deadline:
+                    raise error from exception
+                time.sleep(LEADER_CHANGE_SECONDS)
+            else:
+                return low, high
 
     def seek(self, topic: str, partition: int, offset: int) -> None:
         """Go on reading a partition from `offset`."""
@@ -176,20 +195,21 @@ class LogReader(Fetching):
             self.assign(start)
 
     def assign(self, start: Mapping[tuple[str, int], int]) -> None:
-        """Read these partitions from these offsets; -1 means from the end, 0 from the oldest record."""
-        places = {-1: OFFSET_END, 0: OFFSET_BEGINNING}
-        self._consumer.assign([TopicPartition(topic, partition, places.get(offset, offset)) for (topic, partition), offset in start.items()])
+        """Read these partitions from these offsets; 0 means from the oldest record that is left."""
+        self._consumer.assign([TopicPartition(topic, partition, offset or OFFSET_BEGINNING) for (topic, partition), offset in start.items()])
 
     def read_exactly(self, topic: str, places: Collection[tuple[int, int]]) -> dict[tuple[int, int], Record]:
         """Return the records at these (partition, offset) places.
 
         Raises:
-            BrokerError: A record is gone, or the log could not be read within the request timeout without any progress.
+            BrokerError: A record was purged or never written.
+            BrokerUnavailable: The log could not be read within the request timeout without any progress.
         """
         wanted = set(places)
         first: dict[int, int] = {}
         for partition, offset in wanted:
             first[partition] = min(offset, first.get(partition, offset))
+        self._prove_there(topic, wanted)
         self.assign({(topic, partition): offset for partition, offset in first.items()})
         found: dict[tuple[int, int], Record] = {}
         progress = time.monotonic()
@@ -200,8 +220,18 @@ class LogReader(Fetching):
                     found[record.partition, record.offset] = record
             if time.monotonic() - progress > self._timeout_seconds:
                 partition, offset = min(wanted - found.keys())
-                raise BrokerUnavailable(f"record {topic}[{partition}]@{offset} can't be read; was it purged, or is the broker down?")
+                raise BrokerUnavailable(f"record {topic}[{partition}]@{offset} can't be read; is the broker down?")
         return found
+
+    def _prove_there(self, topic: str, places: Collection[tuple[int, int]]) -> None:
+        """Compare with the log's ends first: on a live topic, waiting for a record that is gone would never end."""
+        ends = {partition: self.watermarks(topic, partition) for partition in {partition for partition, _ in places}}
+        for partition, offset in sorted(places):
+            low, high = ends[partition]
+            if offset < low:
+                raise BrokerError(f"record {topic}[{partition}]@{offset} was purged: the log begins at {low}; keep records as long as a replay may need them")
+            if offset >= high:
+                raise BrokerError(f"record {topic}[{partition}]@{offset} does not exist: the log ends at {high}; is this the run's own cluster?")
 
     def read_to_end(self, topics_partitions: Iterable[tuple[str, int]], *, from_offsets: Mapping[tuple[str, int], int] | None = None) -> list[Record]:
         """Return everything that the partitions hold now, from the given offsets (default: all), in order per partition.

@@ -19,6 +19,7 @@ from confluent_kafka import AcknowledgeType, KafkaException, ShareConsumer
 from relax_events.broker.connection import Connection, error_of
 from relax_events.broker.consumer import GroupConsumer
 from relax_events.broker.records import Record
+from relax_events.errors import BrokerError
 from relax_events.events.types import TopicOffset
 
 log = structlog.get_logger()
@@ -146,29 +147,44 @@ class GroupLeases:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            if self._stopping.is_set() or not self._free.acquire(timeout=POLL_SECONDS / 10):
-                self._idle()
-                continue
-            records = self._consumer.fetch(1, timeout_seconds=POLL_SECONDS)
-            if not records:
-                self._free.release()
-            for record in records:
-                self._take(record)
-            self._commit()
+            try:
+                self._turn()
+            except BrokerError as error:
+                log.warning("lease.disturbed", error=str(error))
+                self._closing.wait(POLL_SECONDS)
         self._commit(wait=True)
         self._consumer.close()
 
+    def _turn(self) -> None:
+        if self._stopping.is_set() or not self._free.acquire(timeout=POLL_SECONDS / 10):
+            self._idle()
+            return
+        taken = False
+        try:
+            for record in self._consumer.fetch(1, timeout_seconds=POLL_SECONDS):
+                taken = self._take(record)
+        finally:
+            if not taken:
+                self._free.release()
+        self._commit()
+
     def _idle(self) -> None:
-        """Take part in the group without taking records."""
+        """Take part in the group without taking records: one that comes all the same, of a partition just assigned, is put back."""
         self._consumer.pause()
-        self._consumer.fetch(1, timeout_seconds=POLL_SECONDS / 10)
+        for record in self._consumer.fetch(1, timeout_seconds=POLL_SECONDS / 10):
+            self._consumer.seek(record.topic, record.partition, record.offset)
         self._consumer.resume()
         self._commit()
 
-    def _take(self, record: Record) -> None:
+    def _take(self, record: Record) -> bool:
+        """Hand a record over; return whether it was, or was put back since we stopped while it came."""
+        if self._stopping.is_set():
+            self._consumer.seek(record.topic, record.partition, record.offset)
+            return False
         with self._lock:
             self._open.setdefault(record.partition, {})[record.offset] = False
         self._on_lease(Lease(record, 1, lambda done: self._settle(record, done)))
+        return True
 
     def _settle(self, record: Record, done: bool) -> None:
         """Note that a record is done; a released one keeps the offset back until the partition moves or we restart."""

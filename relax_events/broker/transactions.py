@@ -12,7 +12,7 @@ from relax_events.broker.connection import Connection, error_of, translate
 from relax_events.broker.consumer import LogReader
 from relax_events.broker.producer import enqueue
 from relax_events.broker.records import OutRecord
-from relax_events.errors import BrokerError, Fenced
+from relax_events.errors import BrokerError, BrokerRefused, Fenced
 from relax_events.events.types import TopicOffset
 
 log = structlog.get_logger()
@@ -30,6 +30,7 @@ class TransactionalWriter:
 
     def __init__(self, connection: Connection, *, transactional_id: str) -> None:
         self._connection, self._transactional_id = connection, transactional_id
+        self._is_fenced = False
         self._producer = self._initialise()
 
     def _initialise(self) -> Any:
@@ -38,6 +39,7 @@ class TransactionalWriter:
                 transactional_id=self._transactional_id,
                 transaction_timeout_ms=TRANSACTION_SECONDS * 1000,
                 delivery_timeout_ms=TRANSACTION_SECONDS * 1000,
+                socket_timeout_ms=TRANSACTION_SECONDS * 1000,
                 linger_ms=0,
                 message_max_bytes=64 * 1024 * 1024,
             )
@@ -56,13 +58,20 @@ class TransactionalWriter:
             reader: The reader whose consumer group the offsets belong to.
             already_real: Called after an indefinite error; tells whether an earlier try did commit after all.
         Raises:
-            Fenced: Another instance took over; nothing of this call is visible.
+            Fenced: Another instance took over; nothing of this call is visible, and no later call gets through.
+            BrokerRefused: The broker will never accept one of the records; nothing of this call is visible.
             BrokerError: The broker stayed away; nothing may be assumed, and the process must start anew.
         """
+        if self._is_fenced:
+            raise Fenced(f"{self._transactional_id} was taken over by another instance of this role before; end this one")
         for attempt in range(ATTEMPTS):
             try:
                 self._try(records, list(offsets), reader)
             except Fenced:
+                self._is_fenced = True  # a new producer would fence the one that took over
+                raise
+            except BrokerRefused:
+                self._producer = self._initialise()  # aborts what is open
                 raise
             except BrokerError as error:
                 log.warning("transaction.failed", attempt=attempt, error=str(error))

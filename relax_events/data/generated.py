@@ -59,7 +59,7 @@ def create_task(task: str, *, size: int = 1, seed: int = 0, options: dict[str, A
         ConfigError: There is no such task, or it does not take these options.
         EnvironmentProblem: reasoning-gym is not installed.
     """
-    package = _import_package()
+    package = import_reasoning_gym()
     known = package.factory.DATASETS
     if task not in known:
         raise ConfigError(f"reasoning-gym has no task {task!r}; set data.source = 'reasoning_gym:<task>' to one of {', '.join(sorted(known))}")
@@ -69,7 +69,12 @@ def create_task(task: str, *, size: int = 1, seed: int = 0, options: dict[str, A
         raise ConfigError(f"reasoning-gym's task {task!r} does not take data.options {options}: {error}") from None
 
 
-def _import_package() -> Any:
+def import_reasoning_gym() -> Any:
+    """Import the package, which takes seconds.
+
+    Raises:
+        EnvironmentProblem: reasoning-gym is not installed.
+    """
     try:
         with warnings.catch_warnings():
             # One of its dependencies compares with `is` to a string: noise that a user can't act upon.

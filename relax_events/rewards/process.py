@@ -38,7 +38,7 @@ class RewardChild:
     def __init__(self, config: RewardConfig) -> None:
         """Start the process; it is ready once `digest` is set."""
         self._config = config
-        self._process = subprocess.Popen(  # noqa: S603 - our own module, no shell
+        self._process = subprocess.Popen(
             [sys.executable, "-m", "relax_events.rewards.child", config.function, str(config.memory_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -96,7 +96,7 @@ class Checkpoints:
         return RestoredCheckpoint(TrainerState(policy_version=manifest["policy_version"], tensors=tensors), manifest["extra"])
 
     def _read_manifest(self, reference: CheckpointRef) -> dict[str, Any]:
-        data = self._store.get_at(self._key(reference.uri))
+        data = self._store.get_at(self._store.key(reference.uri))
         if (seen := sha256(data).digest()) != reference.digest:
             raise ObjectError(
                 f"checkpoint manifest {reference.uri} was altered: SHA-256 must be {reference.digest.hex()}, got {seen.hex()}; "
@@ -123,7 +123,7 @@ class Checkpoints:
             committed: The newest checkpoint that the log knows. It and the older ones that are to be kept count; whatever is newer stays too,
                 since its record may still be under way. Half-written saves at or below its version go.
         """
-        committed_folder = self._key(committed.uri).removesuffix(MANIFEST)
+        committed_folder = self._store.key(committed.uri).removesuffix(MANIFEST)
         folders: dict[str, list[str]] = {}
         for key in self._store.list(PREFIX):
             folders.setdefault(key.rpartition("/")[0] + "/", []).append(key)
@@ -134,12 +134,6 @@ class Checkpoints:
         if doomed:
             self._store.delete(doomed)
         return len(doomed)
-
-    def _key(self, uri: str) -> str:
-        root = self._store.uri("")
-        if not uri.startswith(root):
-            raise ObjectError(f"checkpoint {uri} is not in this run's object store {root}; set objects.uri to the store that holds it")
-        return uri.removeprefix(root).lstrip("/")
 
     def close(self, *, timeout_seconds: float = 60.0) -> None:
         """Wait for writes under way, at most until the deadline; what is not written by then never becomes real.

@@ -59,6 +59,10 @@ class TrainerBackend(Protocol):
 
     policy_version: int
 
+    @property
+    def vocab_size(self) -> int:
+        """Bound of the token ids that the model takes."""
+
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Run forward and backward on a micro-batch, adding unnormalised gradients and figures to the step's.
 

@@ -16,7 +16,7 @@ from relax_events.training.policy_model import PolicyModel, choose_device
 from relax_events.training.torch_backend import make_deterministic
 
 if TYPE_CHECKING:
-    from relax_events.weights.artifacts import Weights
+    from relax_events.weights.manifest import Weights
 
 
 class LogprobScorer:

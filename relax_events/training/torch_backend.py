@@ -44,6 +44,11 @@ class TorchBackend:
         self._flat = FlatParameters(self._model.module, config=config.trainer)
         self._micro_batches: list[MicroBatchSums] = []
 
+    @property
+    def vocab_size(self) -> int:
+        """Bound of the token ids that the model takes."""
+        return self._model.vocab_size
+
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Run forward and backward on a micro-batch; see `TrainerBackend`."""
         batch = pack(micro_batch, vocab_size=self._model.vocab_size, share_rows=self._model.shares_rows)

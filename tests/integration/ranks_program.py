@@ -1,4 +1,4 @@
-"""What each rank runs in test_ranks: a scenario by name; rank 0 writes what came out."""
+"""What each rank runs in test_ranks: every scenario in turn; rank 0 writes what came out."""
 
 import json
 import os
@@ -20,14 +20,13 @@ from tests.unit.trainer_samples import changed, make_samples, run_config
 SPLITS = {"even": (0.0, 0.5, 1.0), "uneven": (0.0, 0.2, 1.0), "one_idle": (0.0, 1.0, 1.0)}
 
 
-def train(ranks, folder, split):
-    """Train three steps, each rank on its part of the samples, then save the weights."""
-    config = run_config(folder / "model", algorithm={"kl_coefficient": 0.1, "aggregation": "sample_mean"}, trainer={"max_grad_norm": 0.5})
+def train(ranks, model_path, bounds):
+    """Train three steps, each rank on its part of the samples; return all figures, and the weights."""
+    config = run_config(model_path, algorithm={"kl_coefficient": 0.1, "aggregation": "sample_mean"}, trainer={"max_grad_norm": 0.5})
     backend = TorchBackend(config, ranks=ranks, dtype=torch.float64)
     all_figures = []
     for step in range(3):
-        samples = make_samples(12, seed=step, model_path=folder / "model")
-        bounds = SPLITS[split] if ranks.size == 2 else (0.0, 1.0)
+        samples = make_samples(12, seed=step, model_path=model_path)
         start, end = (int(share * len(samples)) for share in bounds[ranks.rank : ranks.rank + 2])
         mine = samples[start:end]
         for part in pack_order([len(sample.tokens) for sample in mine], max_tokens=50):
@@ -36,7 +35,7 @@ def train(ranks, folder, split):
     return all_figures, backend.weights()
 
 
-def talk(ranks, folder, _):
+def talk(ranks):
     """Use every way of talking, and tell what each rank heard."""
     heard = {
         "gathered": ranks.all_gather(np.array([[ranks.rank, 10]], np.int32)).tolist(),
@@ -46,56 +45,63 @@ def talk(ranks, folder, _):
         "broadcast": ranks.broadcast(b"abc" if ranks.rank == 1 else None, source=1).decode(),
         "broadcast_empty": ranks.broadcast(b"" if ranks.rank == 0 else None).decode(),
     }
-    return [json.loads(text) for text in ranks.all_gather_bytes(json.dumps(heard).encode())], {}
+    return [json.loads(text) for text in ranks.all_gather_bytes(json.dumps(heard).encode())]
 
 
-def diverge(ranks, folder, _):
-    """Give rank 1 alone a sample that breaks the loss; tell what each rank raised, and that the next step works."""
-    backend = TorchBackend(run_config(folder / "model"), ranks=ranks)
-    samples = make_samples(4, seed=1, model_path=folder / "model")
+def diverge(ranks, model_path):
+    """Give rank 1 alone a sample that breaks the loss; tell what each rank raised, and how many samples the next step has."""
+    backend = TorchBackend(run_config(model_path), ranks=ranks)
+    samples = make_samples(4, seed=1, model_path=model_path)
     far = np.where(samples[3].loss_mask, np.float32(3e38), np.float32(0))
-    backend.accumulate([samples[ranks.rank]] if ranks.rank == 0 else [changed(samples[3], advantages=far)])
+    backend.accumulate([samples[0] if ranks.rank == 0 else changed(samples[3], advantages=far)])
     raised = ""
     try:
         backend.step()
     except RelaxError as error:
         raised = str(error)
     backend.accumulate(samples)
-    return [text.decode() for text in ranks.all_gather_bytes(raised.encode())] + [backend.step().num_samples], {}
+    num_samples = backend.step().num_samples
+    return [text.decode() for text in ranks.all_gather_bytes(raised.encode())], num_samples
 
 
-def save(ranks, folder, _):
-    """Train a step and save a checkpoint from all ranks."""
+def save(ranks, folder):
+    """Train a step and save a checkpoint from all ranks; return the reference as each saw it, and the state."""
     backend = TorchBackend(run_config(folder / "model"), ranks=ranks)
     backend.accumulate(make_samples(4, seed=1, model_path=folder / "model"))
     backend.step()
     with Checkpoints(ObjectStore.open((folder / "objects").as_uri()), ranks=ranks, keep=1) as checkpoints:
         reference = checkpoints.save(backend.state(), extra={"rank": ranks.rank}).wait(30)
-    texts = [data.decode() for data in ranks.all_gather_bytes(f"{reference.policy_version} {reference.uri} {reference.digest.hex()}".encode())]
-    return texts, {name: tensor.clone() for name, tensor in backend.state().tensors.items()}
+    mine = f"{reference.policy_version} {reference.uri} {reference.digest.hex()}"
+    return [data.decode() for data in ranks.all_gather_bytes(mine.encode())], {
+        name: tensor.clone() for name, tensor in backend.state().tensors.items()
+    }
 
 
-def lose_a_rank(ranks, folder, _):
-    """Let rank 1 go without a word; tell what rank 0 raised."""
+def lose_a_rank(ranks):
+    """Let rank 1 go without a word; return what rank 0 raised."""
     if ranks.rank == 1:
         os._exit(0)
     try:
         ranks.all_gather(np.zeros(1))
     except RelaxError as error:
-        return str(error), {}
-    return "nothing was raised", {}
+        return str(error)
+    return "nothing was raised"
 
 
-def main():
-    """Run a scenario: argv holds its name, a folder, and its parameter."""
-    name, folder, parameter = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-    scenario = {"train": train, "talk": talk, "diverge": diverge, "save": save, "lose_a_rank": lose_a_rank}[name]
+def main(folder):
+    """Run every scenario; the last one loses a rank."""
     with open_ranks(timeout_seconds=30.0) as ranks:
-        result, tensors = scenario(ranks, folder, parameter)
-        if ranks.rank == 0:
-            safetensors.torch.save_file(tensors, folder / "tensors.safetensors")
-            (folder / "result.json").write_text(json.dumps(result))
+        results, tensors = {}, {}
+        for name, bounds in SPLITS.items():
+            results[name], tensors[name] = train(ranks, folder / "model", bounds)
+        results["talk"] = talk(ranks)
+        results["diverge"] = diverge(ranks, folder / "model")
+        results["save"], tensors["save"] = save(ranks, folder)
+        results["lose_a_rank"] = lose_a_rank(ranks)
+        for name, values in tensors.items():
+            safetensors.torch.save_file(values, folder / f"{name}.safetensors")
+        (folder / "results.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

@@ -113,8 +113,9 @@ def test_poll_tells_what_the_store_said_when_a_write_failed(store):
     gated = GatedStore(store, error=ObjectError("the disk is full"))
     gated.gate.set()
     with Checkpoints(gated, ranks=SingleRank(), keep=2) as checkpoints:
+        pending = checkpoints.save(make_state(), extra={})
         with pytest.raises(ObjectError, match=r"checkpoint checkpoints/00000003/.* was not written: rank 0: the disk is full"):
-            checkpoints.save(make_state(), extra={}).wait(30)
+            pending.wait(30)
     assert store.list("checkpoints/") == []
 
 
@@ -142,7 +143,7 @@ def test_load_names_the_object_that_is_missing(store, checkpoints, ending):
     reference = checkpoints.save(make_state(), extra={}).wait(30)
     key = only(store, ending)
     store.delete([key])
-    with pytest.raises(ObjectError, match=f"{key} does not exist"):
+    with pytest.raises(ObjectError, match=key):
         checkpoints.load(reference)
 
 
@@ -178,7 +179,7 @@ def test_load_refuses_a_shard_that_is_not_safetensors(store, checkpoints):
 
 def test_load_refuses_another_store(checkpoints):
     reference = checkpoints.save(make_state(), extra={}).wait(30)
-    with pytest.raises(ObjectError, match=r"memory://other/x is not in this run's object store .*; set objects.uri"):
+    with pytest.raises(ObjectError, match=r"memory://other/x lies outside the object store .*; set objects.uri"):
         checkpoints.load(dataclasses.replace(reference, uri="memory://other/x"))
 
 

@@ -53,7 +53,7 @@ def test_renderer_ends_an_answer_with_the_first_stop_token(folder: Path) -> None
 
 def test_renderer_decodes_broken_bytes_without_failing(folder: Path) -> None:
     renderer = PromptRenderer.from_folder(folder, RAW)
-    cut = renderer.prompt_tokens([ChatMessage.of_text("user", "é")])[:1]
+    cut = renderer.prompt_tokens([ChatMessage.of_text("user", "\u00e9")])[:1]
     assert renderer.completion_text(cut) == "\N{REPLACEMENT CHARACTER}"
 
 

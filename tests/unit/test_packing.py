@@ -1,6 +1,7 @@
 """Cutting into micro-batches, and the packed arrays."""
 
 import dataclasses
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def test_pack_order_covers_all_in_order_within_the_budget(lengths, max_tokens):
     assert [index for part in slices for index in range(len(lengths))[part]] == list(range(len(lengths)))
     for part in slices:
         assert sum(lengths[part]) <= max_tokens or len(lengths[part]) == 1
-    for part, following in zip(slices, slices[1:], strict=False):
+    for part, following in pairwise(slices):
         assert sum(lengths[part]) + lengths[following.start] > max_tokens
 
 

@@ -137,6 +137,6 @@ def test_replace_weights_keeps_the_old_ones_when_they_do_not_fit(change, text):
 
 
 def test_choose_device_names_what_torch_does_not_know():
-    with pytest.raises(ConfigError, match="model.device = 'abacus' is no device"):
+    with pytest.raises(ConfigError, match=r"model.device = 'abacus' is no device"):
         choose_device("abacus")
     assert choose_device("cpu") == CPU

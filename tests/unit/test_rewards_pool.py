@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,5 +182,7 @@ def test_pool_scores_thousands_a_second() -> None:
     assert len(batch) / seconds > 5_000
 
 
-def test_pool_leaves_no_threads_in_the_parent(pool: RewardPool) -> None:
-    assert threading.active_count() == 1
+def test_pool_loads_a_verifier_before_the_first_deadline_runs() -> None:
+    metadata = '{"task": "chain_sum", "options": {}, "entry": {"answer": "4", "metadata": {}}}'
+    with RewardPool(RewardConfig(function="reasoning_gym", timeout_seconds=1.0)) as pool:
+        assert rewards(pool.score_batch([RewardItem("a", "4", "4", metadata), RewardItem("b", "5", "4", metadata)])) == [1.0, 0.0]

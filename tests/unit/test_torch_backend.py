@@ -282,7 +282,7 @@ def test_load_state_changes_nothing_when_the_state_does_not_fit(change, text):
 def test_backend_names_a_missing_model():
     config = run_config()
     missing = config.model_copy(update={"model": config.model.model_copy(update={"path": Path("/nowhere")})})
-    with pytest.raises(ConfigError, match="model.path = /nowhere"):
+    with pytest.raises(ConfigError, match=r"model.path = /nowhere"):
         TorchBackend(missing, ranks=SingleRank())
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import shutil
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -20,8 +22,10 @@ from relax_events.models.tiny import make_tiny
 
 @cache
 def tiny_model() -> Path:
-    """Write a tiny random Qwen3 once in a test process."""
-    return make_tiny(Path(mkdtemp(prefix="relax-tiny-")), corpus=["12=21"], hidden_size=32, seed=3)
+    """Write a tiny random Qwen3 once in a test process, and delete it at its end."""
+    folder = Path(mkdtemp(prefix="relax-tiny-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return make_tiny(folder, corpus=["12=21"], hidden_size=32, seed=3)
 
 
 def run_config(

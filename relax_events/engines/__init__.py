@@ -1,0 +1,1 @@
+"""Inference engines: one protocol, one file for each engine."""

@@ -1,0 +1,149 @@
+"""A causal language model as the engine calls it: prefill, decode, change of weights. The only place that calls the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from relax_events.config import ModelConfig
+from relax_events.engines.kv_cache import RowCache
+from relax_events.errors import ConfigError, WeightsError
+
+ROW_BLOCK = 8
+"""Rows of a step are padded to a multiple: with one to three rows, CPU kernels round otherwise than with more."""
+
+
+class CausalModel:
+    """Weights on a device, or resting on the CPU."""
+
+    def __init__(self, path: Path, *, config: ModelConfig) -> None:
+        """Load from a folder; nothing is fetched.
+
+        Raises:
+            ConfigError: The folder is missing or holds no causal language model that this engine can serve.
+        """
+        self.device = choose_device(config.device)
+        self._module = _load(path, config=config, device=self.device)
+        self._head: nn.Module = self._module.get_output_embeddings()
+        self.vocab_size = len(self._module.get_input_embeddings().get_parameter("weight"))
+        _require_full_attention(self._module, path)
+        self._require_linear_head(path)
+
+    def prefill(
+        self, input_ids: Int[Tensor, "prompts length"], last: Int[Tensor, " prompts"]
+    ) -> tuple[Float[Tensor, "prompts vocabulary"], DynamicCache]:
+        """Run whole prompts, padded on the right; give the logits after each prompt's last token, and the cache.
+
+        Args:
+            input_ids: Prompts; what follows a prompt's end is ignored.
+            last: Index of each prompt's last token.
+        """
+        cache = DynamicCache(config=self._module.config)
+        positions = torch.arange(input_ids.shape[1], device=self.device).expand_as(input_ids)
+        hidden = self._module.base_model(input_ids=input_ids, position_ids=positions, past_key_values=cache, use_cache=True).last_hidden_state
+        return self._logits(hidden[torch.arange(len(last), device=self.device), last]), cache
+
+    def decode(
+        self, tokens: Int[Tensor, " rows"], positions: Int[Tensor, " rows"], cache: RowCache, *, num_tokens: int
+    ) -> Float[Tensor, "rows vocabulary"]:
+        """Run one token in each row; give the logits after it.
+
+        Args:
+            tokens: A multiple of `ROW_BLOCK` many.
+            positions: Of the tokens in their rows.
+            cache: Holds every earlier token of the rows; takes these.
+            num_tokens: Length that attention sees; a multiple of 16 above all positions.
+        """
+        cache.open_step(positions, num_tokens=num_tokens)
+        seen = torch.arange(num_tokens, device=self.device) <= positions[:, None]
+        mask = torch.where(seen, 0.0, float("-inf")).to(self._module.dtype)[:, None, None]
+        output = self._module.base_model(
+            input_ids=tokens[:, None], position_ids=positions[:, None], attention_mask=mask, past_key_values=cache, use_cache=True
+        )
+        return self._logits(output.last_hidden_state[:, 0])
+
+    def replace_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take other weights of the same model, in Hugging Face names; on an error the old ones stay.
+
+        Raises:
+            WeightsError: A tensor is missing, unknown or of another shape; the text names it.
+        """
+        mine = dict(self._module.state_dict())
+        known = dict(self._module.named_parameters())
+        if unknown := sorted(tensors.keys() - mine.keys()):
+            raise WeightsError(f"the model has no tensor {unknown[0]} ({len(unknown)} unknown in all); publish weights of the model in model.path")
+        if missing := sorted(known.keys() - tensors.keys()):
+            raise WeightsError(f"the weights lack {missing[0]} ({len(missing)} missing in all); publish weights of the model in model.path")
+        for name, tensor in tensors.items():
+            if tensor.shape != mine[name].shape:
+                raise WeightsError(f"{name} must be {tuple(mine[name].shape)} as in the model, got {tuple(tensor.shape)}")
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                mine[name].copy_(tensor)
+
+    def rest(self) -> None:
+        """Put the weights on the CPU and give the device's memory back."""
+        if self.device.type != "cpu":
+            self._module.to("cpu")
+            torch.cuda.empty_cache()
+
+    def return_to_device(self) -> None:
+        """Undo `rest`."""
+        self._module.to(self.device)
+
+    def _logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocabulary"]:
+        num_rows = len(hidden)
+        padding = -num_rows % ROW_BLOCK
+        logits: Tensor = self._head(nn.functional.pad(hidden, (0, 0, 0, padding)))
+        return logits[:num_rows]
+
+    @torch.inference_mode()
+    def _require_linear_head(self, path: Path) -> None:
+        ids = torch.arange(5, device=self.device)[None] % self.vocab_size
+        whole = self._module(input_ids=ids, use_cache=False).logits
+        if not torch.allclose(self._head(self._module.base_model(input_ids=ids, use_cache=False).last_hidden_state), whole, rtol=1e-3, atol=1e-3):
+            raise ConfigError(f"the model in {path} makes its logits by more than a linear head (scaling, soft caps), which the engine does not do")
+
+
+def choose_device(name: str) -> torch.device:
+    """Turn `auto` into the GPU, or the CPU where there is none; take any other name as it is.
+
+    Raises:
+        ConfigError: torch knows no such device; the text names it.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"model.device = {name!r} is no device that torch knows ({error}); set model.device = 'auto'") from error
+
+
+def _load(path: Path, *, config: ModelConfig, device: torch.device) -> PreTrainedModel:
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model.path = {path} holds no config.json; give a folder in Hugging Face layout, or have `relax models prepare` make one")
+    transformers_logging.disable_progress_bar()  # a worker's stderr is its log
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, config.dtype), attn_implementation=config.attention, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path = {path} can't be loaded as a causal language model: {error}") from error
+    loaded: PreTrainedModel = model.to(device).eval()
+    return loaded
+
+
+def _require_full_attention(module: PreTrainedModel, path: Path) -> None:
+    kinds = set(getattr(module.config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        other = sorted(kinds - {"full_attention"})[0]
+        raise ConfigError(
+            f"the model in {path} has layers of type {other}, and engine 'transformers' serves full_attention alone; choose another engine"
+        )

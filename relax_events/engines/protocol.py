@@ -1,0 +1,144 @@
+"""What a rollout worker asks of an inference engine.
+
+The worker submits prompt groups and polls for finished samples; the engine never calls back. Who waits for what:
+
+    worker   submit(request) ──▶ engine     returns at once; the samples queue until a row is free
+    worker   poll(timeout)   ──▶ engine     waits for the first finished sample, at most the timeout
+    worker   load_weights()  ──▶ engine     returns when the new version serves; takes effect between two tokens
+    worker   abort()         ──▶ engine     returns what has been generated so far, fit to be submitted again
+
+An engine is used by one thread. A sample that was submitted comes back exactly once: by `poll`, or by `abort`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_events.config import SamplingConfig
+from relax_events.events.types import FinishReason, MediaRef, VersionSegment
+from relax_events.weights.artifacts import Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """A sample to generate, or to go on with.
+
+    Attributes:
+        sample_id: Unique among the samples in the engine.
+        seed: Fixes the draw of every token, together with the token's place in the completion; 0 to 2**64 - 1.
+        tokens: What an aborted attempt has generated; empty at the start.
+        logprobs: Their log-probabilities, in nats.
+        segments: Their policy versions.
+    """
+
+    sample_id: str
+    seed: int
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    segments: tuple[VersionSegment, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """A prompt and the samples to draw for it.
+
+    Attributes:
+        prompt_group_id: Given back with every sample.
+        prompt_tokens: The prompt as the model reads it, chat template and all.
+        samples: At least one.
+        sampling: How tokens are drawn; `max_new_tokens` counts tokens generated before, too.
+        stop_token_ids: A sample ends with finish reason `stop` after the first of these, which stays in it.
+        media: What the prompt's placeholders stand for.
+    """
+
+    prompt_group_id: str
+    prompt_tokens: NDArray[np.int32]
+    samples: tuple[SampleRequest, ...]
+    sampling: SamplingConfig
+    stop_token_ids: tuple[int, ...]
+    media: tuple[MediaRef, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedSample:
+    """A completion, whole or aborted.
+
+    Attributes:
+        tokens: The completion alone, its stop token included.
+        logprobs: Of each token under the tempered distribution before top-k and top-p, in nats.
+        segments: Runs of tokens by policy version; their lengths add up to the tokens.
+        error: Why the sample failed, where the finish reason is `error`.
+    """
+
+    sample_id: str
+    prompt_group_id: str
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    segments: tuple[VersionSegment, ...]
+    finish_reason: FinishReason
+    error: str = ""
+
+
+class Engine(Protocol):
+    """Generates samples under the newest weights it was given."""
+
+    policy_version: int
+    """Of the loaded weights; 0 for the model's own folder."""
+
+    @property
+    def num_running(self) -> int:
+        """Samples submitted and not finished."""
+        ...
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a prompt group's samples.
+
+        Nothing of the request is queued when it is refused.
+
+        Raises:
+            PoisonSample: The prompt is empty, has ids outside the vocabulary or leaves no room in `max_context_tokens`.
+        """
+        ...
+
+    def poll(self, *, timeout_seconds: float) -> list[GeneratedSample]:
+        """Give the samples that finished, waiting for the first; an empty list after the timeout, or at once when nothing runs.
+
+        An engine in this process takes its decoding steps in here, so it may overrun the timeout by one step.
+        """
+        ...
+
+    def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:
+        """Take samples out, all of them without `sample_ids`, and give them back as they are, with finish reason `abort`.
+
+        Samples that finished before come by `poll`; ids that are not running are ignored.
+        """
+        ...
+
+    def load_weights(self, weights: Weights, *, on_running: Literal["swap", "restart"] = "restart") -> None:
+        """Go over to another policy version between two decoding steps, and wake up if asleep.
+
+        Args:
+            weights: All tensors of the model, in Hugging Face names.
+            on_running: `swap` keeps the running samples' cache, which is the old weights' (their next segments say so);
+                `restart` computes it again under the new weights. Neither takes back a token.
+        Raises:
+            WeightsError: A tensor is missing, unknown or of another shape; the old weights keep serving.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Give the device memory back; running samples wait, and go on after `wake` with their cache computed again."""
+        ...
+
+    def wake(self) -> None:
+        """Take the device memory again; does nothing when awake."""
+        ...
+
+    def close(self) -> None:
+        """End for good, and free everything; samples that still run are dropped."""
+        ...

@@ -1,0 +1,77 @@
+"""What an engine accepts: a request checked once, before anything of it is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_events.engines.protocol import GenerationRequest, SampleRequest
+from relax_events.engines.rows import Sample
+from relax_events.errors import PoisonSample
+
+
+def admitted_samples(
+    request: GenerationRequest, *, first_order: int, taken: Collection[str], vocab_size: int, max_context_tokens: int
+) -> list[Sample]:
+    """Turn a request into samples that can run.
+
+    Args:
+        request: From the worker.
+        first_order: Place of the first sample in the order of submission.
+        taken: Ids of samples in the engine.
+        vocab_size: Token ids lie below this.
+        max_context_tokens: Bound on prompt and completion together.
+    Raises:
+        PoisonSample: The request can't be generated; the text says why.
+    """
+    name = f"prompt group {request.prompt_group_id}"
+    if request.media:
+        raise PoisonSample(f"{name} has {len(request.media)} media items, and engine 'transformers' reads text alone; choose another engine")
+    _check_tokens(request.prompt_tokens, f"{name}: prompt", vocab_size)
+    num_prompt_tokens = len(request.prompt_tokens)
+    if num_prompt_tokens == 0:
+        raise PoisonSample(f"{name}: the prompt is empty; it needs at least one token")
+    if num_prompt_tokens >= max_context_tokens:
+        raise PoisonSample(
+            f"{name}: the prompt has {num_prompt_tokens} tokens and must leave room for one more; raise engine.max_context_tokens = {max_context_tokens}"
+        )
+    max_new_tokens = min(request.sampling.max_new_tokens, max_context_tokens - num_prompt_tokens)
+    _check_ids(request.samples, taken, name)
+    return [_sample(request, sample, first_order + index, max_new_tokens, vocab_size) for index, sample in enumerate(request.samples)]
+
+
+def _sample(request: GenerationRequest, sample: SampleRequest, order: int, max_new_tokens: int, vocab_size: int) -> Sample:
+    name = f"sample {sample.sample_id}"
+    _check_tokens(sample.tokens, f"{name}: prefix", vocab_size)
+    counts = len(sample.tokens), len(sample.logprobs), sum(segment.num_tokens for segment in sample.segments)
+    if len(set(counts)) > 1:
+        raise PoisonSample(f"{name}: prefix tokens, logprobs and segments must be equally many, got {counts[0]}, {counts[1]} and {counts[2]}")
+    if len(sample.tokens) > max_new_tokens:
+        raise PoisonSample(f"{name}: the prefix has {len(sample.tokens)} tokens and may have {max_new_tokens}")
+    return Sample(
+        order=order,
+        sample_id=sample.sample_id,
+        prompt_group_id=request.prompt_group_id,
+        prompt_tokens=request.prompt_tokens.astype(np.int32, copy=False),
+        seed=sample.seed,
+        sampling=request.sampling,
+        stop_token_ids=request.stop_token_ids,
+        max_new_tokens=max_new_tokens,
+        tokens=sample.tokens.astype(np.int32, copy=False),
+        logprobs=sample.logprobs.astype(np.float32, copy=False),
+        segments=sample.segments,
+    )
+
+
+def _check_tokens(tokens: NDArray[np.int32], name: str, vocab_size: int) -> None:
+    outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+    if len(outside):
+        raise PoisonSample(f"{name} has token id {outside[0]}, and the vocabulary has ids 0 to {vocab_size - 1}")
+
+
+def _check_ids(samples: tuple[SampleRequest, ...], taken: Collection[str], name: str) -> None:
+    ids = [sample.sample_id for sample in samples]
+    if repeated := sorted(set(ids) & set(taken) | {one for one in ids if ids.count(one) > 1}):
+        raise PoisonSample(f"{name}: sample {repeated[0]} is running already; give every sample an id of its own")

@@ -1,0 +1,161 @@
+"""The table of running samples: arrays with a row for each, so that a decoding step touches no Python object per token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_events.config import SamplingConfig
+from relax_events.engines.protocol import GeneratedSample
+from relax_events.engines.sampling import RowSampling
+from relax_events.events.types import FinishReason, VersionSegment
+
+NO_TOKEN = -1
+
+
+@dataclass(slots=True)
+class Sample:
+    """A sample on its way: waiting with what it has so far, or running in a row that holds more."""
+
+    order: int
+    sample_id: str
+    prompt_group_id: str
+    prompt_tokens: NDArray[np.int32]
+    seed: int
+    sampling: SamplingConfig
+    stop_token_ids: tuple[int, ...]
+    max_new_tokens: int
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    segments: tuple[VersionSegment, ...]
+    marks: list[tuple[int, int, bool]] = field(default_factory=list)
+    """While running: count of tokens at which a policy version took over, the version, whether the cache is older."""
+
+    @property
+    def sequence(self) -> NDArray[np.int32]:
+        """Prompt and completion so far."""
+        return np.concatenate([self.prompt_tokens, self.tokens])
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why nothing is left to generate, or None."""
+        if len(self.tokens) and int(self.tokens[-1]) in self.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.tokens) >= self.max_new_tokens else None
+
+    def ended(self, reason: FinishReason, *, error: str = "") -> GeneratedSample:
+        """Hand the sample out."""
+        return GeneratedSample(
+            sample_id=self.sample_id,
+            prompt_group_id=self.prompt_group_id,
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+            segments=self.segments,
+            finish_reason=reason,
+            error=error,
+        )
+
+
+class RowTable:
+    """Running samples in dense rows 0 to `num_rows`."""
+
+    def __init__(self, *, max_rows: int, max_tokens: int) -> None:
+        self.samples: list[Sample] = []
+        self.next_tokens = np.zeros(max_rows, np.int64)
+        """The newest token of each row, which the next step reads."""
+        self.positions = np.zeros(max_rows, np.int64)
+        """Its position: the number of tokens in the row's cache."""
+        self._seeds = np.zeros(max_rows, np.uint64)
+        self._counts = np.zeros(max_rows, np.int64)
+        self._limits = np.zeros(max_rows, np.int64)
+        self._temperatures = np.ones(max_rows, np.float32)
+        self._top_ps = np.ones(max_rows, np.float32)
+        self._top_ks = np.zeros(max_rows, np.int64)
+        self._stops = np.full((max_rows, 1), NO_TOKEN, np.int64)
+        self._tokens = np.zeros((max_rows, max_tokens), np.int32)
+        self._logprobs = np.zeros((max_rows, max_tokens), np.float32)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in use."""
+        return len(self.samples)
+
+    def draws(self, rows: slice) -> tuple[NDArray[np.uint64], NDArray[np.int64], RowSampling]:
+        """Give seeds, places in the completion and sampling of rows."""
+        return self._seeds[rows], self._counts[rows], RowSampling(self._temperatures[rows], self._top_ps[rows], self._top_ks[rows])
+
+    def join(self, sample: Sample, *, policy_version: int) -> None:
+        """Put a sample into the next free row; its first token has yet to be recorded."""
+        row, count = self.num_rows, len(sample.tokens)
+        self._widen_stops(len(sample.stop_token_ids))
+        self._stops[row] = NO_TOKEN
+        self._stops[row, : len(sample.stop_token_ids)] = sample.stop_token_ids
+        self.positions[row] = len(sample.prompt_tokens) + count - 1
+        self._seeds[row], self._counts[row], self._limits[row] = sample.seed, count, sample.max_new_tokens
+        self._temperatures[row], self._top_ps[row], self._top_ks[row] = sample.sampling.temperature, sample.sampling.top_p, sample.sampling.top_k
+        self._tokens[row, :count], self._logprobs[row, :count] = sample.tokens, sample.logprobs
+        sample.marks = [(count, policy_version, False)]
+        self.samples.append(sample)
+
+    def record(self, rows: slice, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]) -> NDArray[np.int64]:
+        """Append a token to each of the rows; give the rows that ended by it, ascending."""
+        index, counts = np.arange(rows.start, rows.stop), self._counts[rows]
+        self._tokens[index, counts], self._logprobs[index, counts] = tokens, logprobs
+        self._counts[rows] += 1
+        self.positions[rows] += 1
+        self.next_tokens[rows] = tokens
+        stopped = (self._stops[rows] == tokens[:, None]).any(axis=1)
+        ended: NDArray[np.int64] = index[stopped | (self._counts[rows] >= self._limits[rows]) | ~np.isfinite(logprobs)]
+        return ended
+
+    def mark(self, policy_version: int) -> None:
+        """Note that tokens from here on come from another version, over a cache of earlier ones."""
+        for sample, count in zip(self.samples, self._counts[: self.num_rows], strict=True):
+            sample.marks.append((int(count), policy_version, True))
+
+    def leave(self, rows: Sequence[int]) -> tuple[list[Sample], list[int], list[int]]:
+        """Take samples out of rows and close the gaps.
+
+        Returns:
+            The samples with all their tokens, and the moves that the cache has to follow: sources and targets.
+        """
+        left = [self._take(row) for row in rows]
+        kept = self.num_rows - len(rows)
+        gone = set(rows)
+        targets = sorted(row for row in gone if row < kept)
+        sources = [row for row in range(kept, self.num_rows) if row not in gone]
+        for array in self._arrays():
+            array[targets] = array[sources]
+        for source, target in zip(sources, targets, strict=True):
+            self.samples[target] = self.samples[source]
+        del self.samples[kept:]
+        return left, sources, targets
+
+    def _take(self, row: int) -> Sample:
+        sample, count = self.samples[row], int(self._counts[row])
+        sample.tokens, sample.logprobs = self._tokens[row, :count].copy(), self._logprobs[row, :count].copy()
+        sample.segments = _joined(sample.segments, sample.marks, count)
+        return sample
+
+    def _arrays(self) -> tuple[NDArray[np.generic], ...]:
+        scalars = (self.next_tokens, self.positions, self._seeds, self._counts, self._limits, self._temperatures, self._top_ps, self._top_ks)
+        return (*scalars, self._stops, self._tokens, self._logprobs)
+
+    def _widen_stops(self, num_stops: int) -> None:
+        if (missing := num_stops - self._stops.shape[1]) > 0:
+            self._stops = np.pad(self._stops, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
+
+
+def _joined(segments: tuple[VersionSegment, ...], marks: list[tuple[int, int, bool]], count: int) -> tuple[VersionSegment, ...]:
+    """Append what was generated between marks; neighbours of one kind become one, empty ones vanish."""
+    joined = list(segments)
+    ends = [start for start, _, _ in marks[1:]] + [count]
+    for (start, version, kept_cache), end in zip(marks, ends, strict=True):
+        if joined and (joined[-1].policy_version, joined[-1].kept_cache) == (version, kept_cache):
+            joined[-1] = VersionSegment(version, joined[-1].num_tokens + end - start, kept_cache)
+        elif end > start:
+            joined.append(VersionSegment(version, end - start, kept_cache))
+    return tuple(joined)

@@ -1,0 +1,234 @@
+"""The engine `transformers`: continuous batching over a Hugging Face model in this process, on CPU or GPU.
+
+Samples wait in a queue and join a table of running rows as rows become free:
+
+    submit ──▶ waiting ──▶ prefill (once for all samples of a prompt) ──▶ rows ──▶ decode, one token in every row ──▶ finished ──▶ poll
+                  ▲                                                        │
+                  └──────────── restart, sleep: with the tokens so far ◀───┘
+
+On one CPU thread a sample's tokens and log-probabilities are the same bits whatever runs beside it and whenever it joins:
+its own seed draws its tokens, a step never has fewer than eight rows, and its prompt is padded by its own length alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from relax_events.config import EngineConfig, ModelConfig
+from relax_events.engines.causal_model import ROW_BLOCK, CausalModel
+from relax_events.engines.kv_cache import RowCache
+from relax_events.engines.protocol import GeneratedSample, GenerationRequest
+from relax_events.engines.requests import admitted_samples
+from relax_events.engines.rows import RowTable, Sample
+from relax_events.engines.sampling import draw, uniforms
+from relax_events.events.types import FinishReason
+from relax_events.weights.artifacts import Weights
+
+TOKEN_BLOCK = 16
+"""Prompts and the length that attention sees are padded to multiples of this."""
+MAX_PREFILL_TOKENS = 8192
+"""Tokens, padding included, of one prefill forward; a longer prompt goes alone."""
+
+
+class TransformersEngine:
+    """See the module's docstring; the protocol is `engines.protocol.Engine`."""
+
+    def __init__(self, model_path: Path, *, config: EngineConfig, model: ModelConfig, policy_version: int = 0) -> None:
+        """Load the model at its own version.
+
+        Args:
+            model_path: A folder in Hugging Face layout.
+            config: Bounds on rows and context; `threads` holds for the whole process.
+            model: Dtype, device and attention.
+            policy_version: Of the weights in the folder.
+        Raises:
+            ConfigError: The model can't be loaded or served.
+        """
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        self.policy_version = policy_version
+        self._config = config
+        self._model = CausalModel(model_path, config=model)
+        max_rows, max_tokens = _rounded(config.max_running_samples, ROW_BLOCK), _rounded(config.max_context_tokens, TOKEN_BLOCK)
+        self._cache = RowCache(max_rows=max_rows, max_tokens=max_tokens)
+        self._table = RowTable(max_rows=max_rows, max_tokens=config.max_context_tokens)
+        self._waiting: deque[Sample] = deque()
+        self._finished: list[GeneratedSample] = []
+        self._num_submitted = 0
+        self._asleep = False
+
+    @property
+    def num_running(self) -> int:
+        """Samples submitted and not finished."""
+        return len(self._waiting) + self._table.num_rows
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a prompt group's samples.
+
+        Raises:
+            PoisonSample: The request can't be generated; the text says why, and nothing is queued.
+        """
+        taken = {sample.sample_id for sample in (*self._waiting, *self._table.samples)}
+        samples = admitted_samples(
+            request,
+            first_order=self._num_submitted,
+            taken=taken,
+            vocab_size=self._model.vocab_size,
+            max_context_tokens=self._config.max_context_tokens,
+        )
+        self._num_submitted += len(samples)
+        for sample in samples:
+            if (reason := sample.finish_reason) is not None:
+                self._finished.append(sample.ended(reason))
+            else:
+                self._waiting.append(sample)
+
+    def poll(self, *, timeout_seconds: float) -> list[GeneratedSample]:
+        """Decode until a sample finished or the timeout, which the last step may overrun; at once when nothing runs or the engine sleeps."""
+        deadline = time.monotonic() + timeout_seconds
+        while not self._finished and self.num_running and not self._asleep:
+            self._step()
+            if time.monotonic() >= deadline:
+                break
+        finished, self._finished = self._finished, []
+        return finished
+
+    def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:
+        """Take samples out, all of them without `sample_ids`, and give them back as they are."""
+        wanted = None if sample_ids is None else set(sample_ids)
+        rows = [row for row, sample in enumerate(self._table.samples) if wanted is None or sample.sample_id in wanted]
+        waiting = [sample for sample in self._waiting if wanted is None or sample.sample_id in wanted]
+        for sample in waiting:
+            self._waiting.remove(sample)
+        return [sample.ended(FinishReason.ABORT) for sample in (*self._leave(rows), *waiting)]
+
+    def load_weights(self, weights: Weights, *, on_running: Literal["swap", "restart"] = "restart") -> None:
+        """Go over to another policy version; on an error the old one keeps serving.
+
+        Raises:
+            WeightsError: The weights don't fit the model; the text names the tensor.
+        """
+        self._model.replace_weights(weights.tensors)
+        self.policy_version = weights.policy_version
+        if on_running == "swap":
+            self._table.mark(weights.policy_version)
+        else:
+            self._requeue_running()
+        self.wake()
+
+    def sleep(self) -> None:
+        """Give the device memory back; running samples wait, and their cache is computed again after `wake`."""
+        self._requeue_running()
+        self._cache.release()
+        self._model.rest()
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Take the device memory again; does nothing when awake."""
+        if self._asleep:
+            self._model.return_to_device()
+            self._asleep = False
+
+    def close(self) -> None:
+        """Drop what still runs and free the device memory."""
+        self.sleep()
+        self._waiting.clear()
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        """Let waiting samples join, then decode a token in every row."""
+        for samples in self._joining():
+            self._prefill(samples)
+        if self._table.num_rows:
+            self._decode()
+
+    def _joining(self) -> Iterator[list[Sample]]:
+        """Take waiting samples while there is room, oldest first, in lists that one prefill can take."""
+        room = self._config.max_running_samples - self._table.num_rows
+        by_length: defaultdict[int, list[Sample]] = defaultdict(list)
+        for _ in range(min(room, len(self._waiting))):
+            sample = self._waiting.popleft()
+            by_length[_rounded(len(sample.prompt_tokens) + len(sample.tokens), TOKEN_BLOCK)].append(sample)
+        for length, samples in by_length.items():
+            yield from _in_chunks(samples, max_sequences=max(1, MAX_PREFILL_TOKENS // length))
+
+    def _prefill(self, samples: list[Sample]) -> None:
+        """Compute the cache of samples whose padded length is the same, each distinct sequence once, and draw their first tokens."""
+        sequences = {sample.sequence.tobytes(): None for sample in samples}
+        places = {sequence: place for place, sequence in enumerate(sequences)}
+        sources = [places[sample.sequence.tobytes()] for sample in samples]
+        arrays = [np.frombuffer(sequence, np.int32) for sequence in sequences]
+        lengths = [len(array) for array in arrays]
+        ids = np.zeros((len(arrays), _rounded(max(lengths), TOKEN_BLOCK)), np.int64)
+        for row, array in enumerate(arrays):
+            ids[row, : len(array)] = array
+        logits, prompts = self._model.prefill(self._tensor(ids), self._tensor(np.array(lengths) - 1))
+        first = self._table.num_rows
+        for sample in samples:
+            self._table.join(sample, policy_version=self.policy_version)
+        rows = slice(first, self._table.num_rows)
+        self._cache.fill(range(rows.start, rows.stop), prompts, sources=sources, num_tokens=max(lengths))
+        self._record(rows, logits[self._tensor(np.array(sources))])
+
+    def _decode(self) -> None:
+        num_rows, table = self._table.num_rows, self._table
+        padded = _rounded(num_rows, ROW_BLOCK)
+        table.next_tokens[num_rows:padded] = table.positions[num_rows:padded] = 0
+        num_tokens = _rounded(int(table.positions[:num_rows].max()) + 1, TOKEN_BLOCK)
+        logits = self._model.decode(
+            self._tensor(table.next_tokens[:padded]), self._tensor(table.positions[:padded]), self._cache, num_tokens=num_tokens
+        )
+        self._record(slice(0, num_rows), logits[:num_rows])
+
+    def _record(self, rows: slice, logits: Tensor) -> None:
+        """Draw a token for each of the rows, and hand out what ended."""
+        seeds, counts, sampling = self._table.draws(rows)
+        tokens, logprobs = draw(logits, uniforms(seeds, counts), sampling=sampling)
+        ended = self._table.record(rows, tokens, logprobs)
+        for sample in self._leave(ended.tolist()):
+            if np.isfinite(sample.logprobs[-1]):
+                self._finished.append(sample.ended(sample.finish_reason or FinishReason.LENGTH))
+            else:
+                error = f"token {len(sample.tokens)} of sample {sample.sample_id} has no finite log-probability under policy version {self.policy_version}"
+                self._finished.append(sample.ended(FinishReason.ERROR, error=error))
+
+    def _leave(self, rows: Sequence[int]) -> list[Sample]:
+        samples, sources, targets = self._table.leave(rows)
+        if sources:
+            self._cache.move(sources, targets, num_tokens=int(self._table.positions[targets].max()))
+        return samples
+
+    def _requeue_running(self) -> None:
+        """Put running samples back before the waiting ones, in the order of their submission."""
+        running = self._leave(range(self._table.num_rows))
+        self._waiting.extendleft(sorted(running, key=lambda sample: sample.order, reverse=True))
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._model.device)
+
+
+def _rounded(count: int, block: int) -> int:
+    return -(-count // block) * block
+
+
+def _in_chunks(samples: list[Sample], *, max_sequences: int) -> Iterator[list[Sample]]:
+    """Split samples so that no list has more distinct sequences; samples of one prompt come together."""
+    chunk: list[Sample] = []
+    seen: set[bytes] = set()
+    for sample in samples:
+        sequence = sample.sequence.tobytes()
+        if sequence not in seen and len(seen) == max_sequences:
+            yield chunk
+            chunk, seen = [], set()
+        seen.add(sequence)
+        chunk.append(sample)
+    if chunk:
+        yield chunk

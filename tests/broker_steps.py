@@ -1,0 +1,60 @@
+"""Steps of tests that talk to a broker: fill a topic, fetch until something holds, wait for another process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from relax_events.broker.producer import RecordProducer
+from relax_events.broker.records import OutRecord, Record
+
+TIMEOUT_SECONDS = 20.0
+
+
+def fill(producer: RecordProducer, topic: str, values: list[bytes], *, partition: int = 0) -> None:
+    """Write values, in order, to one partition."""
+    producer.write(OutRecord(topic, value, partition=partition) for value in values)
+
+
+def fetch_until(consumer: Any, done: Callable[[list[Record]], bool]) -> list[Record]:
+    """Fetch until the condition holds for all that came; fail at the timeout."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    records: list[Record] = []
+    while not done(records):
+        assert time.monotonic() < deadline, f"the condition did not hold after {len(records)} records"
+        records += consumer.fetch(timeout_seconds=0.2)
+    return records
+
+
+def turn_until(condition: Callable[[], bool], *turns: Callable[[], object]) -> None:
+    """Take turns until the condition holds; fail at the timeout."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not hold"
+        for turn in turns:
+            turn()
+
+
+@contextmanager
+def other_process(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Run Python code in another process, whose output can be read line by line; it is killed (as a crash would) at the end."""
+    command = [sys.executable, "-u", "-c", textwrap.dedent(code), *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(TIMEOUT_SECONDS)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def next_line(process: subprocess.Popen[str]) -> str:
+    """Wait for the next line that a process prints."""
+    assert process.stdout is not None
+    return process.stdout.readline().strip()

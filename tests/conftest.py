@@ -1,0 +1,69 @@
+"""What all tests share: a mark for each folder, one real broker for the session, a run of its own for every test."""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from relax_events.config import RunConfig
+
+TESTS = Path(__file__).parent
+RunConfigFactory = Callable[..., RunConfig]
+
+settings.register_profile("relax", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("relax")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the suite run against a cluster that is there already."""
+    parser.addoption("--bootstrap-servers", default="", help="host:port,... of an existing cluster; default: an embedded broker for the session")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test with the name of its folder."""
+    for item in items:
+        if TESTS in item.path.parents:
+            item.add_marker(getattr(pytest.mark, item.path.relative_to(TESTS).parts[0]))
+
+
+@pytest.fixture(scope="session")
+def bootstrap_servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Addresses of the session's broker."""
+    if given := request.config.getoption("--bootstrap-servers"):
+        yield given
+        return
+    from relax_events.broker.embedded import EmbeddedBroker
+
+    with EmbeddedBroker(tmp_path_factory.mktemp("broker")) as broker:
+        yield broker.bootstrap_servers
+
+
+@pytest.fixture
+def run_id() -> str:
+    """Name a run that no other test has: it prefixes the test's topics and groups."""
+    return f"t-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def make_run_config(run_id: str, tmp_path: Path) -> RunConfigFactory:
+    """Return a maker of run configurations: `make_run_config(run={"max_staleness": 0}, ...)` lays sections over the test's own."""
+
+    def make(**sections: dict[str, Any]) -> RunConfig:
+        tree: dict[str, dict[str, Any]] = {
+            "run": {"id": run_id, "directory": str(tmp_path)},
+            "model": {"path": str(tmp_path / "model")},
+            "data": {"source": "jsonl:unused"},
+            "broker": {"request_timeout_seconds": 10.0},
+            "workers": {"beat_seconds": 0.2},
+        }
+        for name, keys in copy.deepcopy(sections).items():
+            tree[name] = tree.get(name, {}) | keys
+        return RunConfig.model_validate(tree)
+
+    return make

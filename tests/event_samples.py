@@ -1,0 +1,145 @@
+"""Events with plausible values, for tests that care about one or two of their fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from relax_events.events.types import (
+    ChatMessage,
+    FinishReason,
+    ObjectRef,
+    Outcome,
+    PolicyVersionPublished,
+    PromptGroupEnded,
+    SampleEvaluated,
+    SampleReady,
+    SampleRolledOut,
+    SampleScored,
+    TopicOffset,
+    TrainStepCommitted,
+    VersionSegment,
+)
+from relax_events.policy import IssuedGroup
+
+
+def rolled_out(group_id: str = "000000-0000-0", index: int = 0, *, version: int = 0, of: int = 2, **changes: Any) -> SampleRolledOut:
+    """Make a rolled-out sample of four tokens, two of them generated."""
+    group = IssuedGroup.parse(group_id)
+    fields: dict[str, Any] = {
+        "sample_id": f"{group_id}/{index}",
+        "prompt_group_id": group_id,
+        "sample_index": index,
+        "samples_per_prompt": of,
+        "train_step": group.place.train_step,
+        "group_index": group.place.group_index,
+        "attempt": group.attempt,
+        "row": 7,
+        "policy_version": version,
+        "min_policy_version": version,
+        "max_policy_version": version,
+        "version_segments": [VersionSegment(version, 2)],
+        "tokens": np.array([5, 6, 7, 8], np.int32),
+        "loss_mask": np.array([0, 0, 1, 1], np.uint8),
+        "rollout_logprobs": np.array([0, 0, -0.5, -0.25], np.float32),
+        "num_prompt_tokens": 2,
+        "temperature": 1.0,
+        "finish_reason": FinishReason.STOP,
+        "completion": "hi",
+        "messages": [ChatMessage.of_text("user", "say hi")],
+        "rolled_out_at": 1_700_000_000_000_000,
+    }
+    return SampleRolledOut(**fields | changes)
+
+
+def scored(group_id: str = "000000-0000-0", index: int = 0, *, version: int = 0, reward: float = 1.0) -> SampleScored:
+    """Make a sample's score."""
+    return SampleScored(
+        sample_id=f"{group_id}/{index}", prompt_group_id=group_id, policy_version=version, reward=reward, reward_name="exact_match", scored_at=1
+    )
+
+
+def evaluated(group_id: str = "000000-0000-0", index: int = 0, *, version: int = 0, evaluator: str = "reference") -> SampleEvaluated:
+    """Make a sample's log-probabilities by another model."""
+    return SampleEvaluated(
+        sample_id=f"{group_id}/{index}",
+        prompt_group_id=group_id,
+        policy_version=version,
+        evaluator=evaluator,
+        evaluator_version=0,
+        values=np.zeros(4, np.float32),
+        evaluated_at=1,
+    )
+
+
+def ready(group_id: str = "000000-0000-0", index: int = 0, *, version: int = 0, of: int = 2, **changes: Any) -> SampleReady:
+    """Make a sample as the trainer gets it."""
+    group = IssuedGroup.parse(group_id)
+    fields: dict[str, Any] = {
+        "sample_id": f"{group_id}/{index}",
+        "prompt_group_id": group_id,
+        "sample_index": index,
+        "samples_per_prompt": of,
+        "train_step": group.place.train_step,
+        "group_index": group.place.group_index,
+        "attempt": group.attempt,
+        "row": 7,
+        "policy_version": version,
+        "min_policy_version": version,
+        "max_policy_version": version,
+        "tokens": np.array([5, 6, 7, 8], np.int32),
+        "loss_mask": np.array([0, 0, 1, 1], np.uint8),
+        "rollout_logprobs": np.array([0, 0, -0.5, -0.25], np.float32),
+        "advantages": np.array([0, 0, 1, 1], np.float32),
+        "reward": 1.0,
+        "temperature": 1.0,
+        "num_prompt_tokens": 2,
+        "finish_reason": FinishReason.STOP,
+        "ready_at": 1,
+    }
+    return SampleReady(**fields | changes)
+
+
+def ended(group_id: str = "000000-0000-0", outcome: Outcome = Outcome.FAILED, *, version: int = 0, reason: str = "because") -> PromptGroupEnded:
+    """Make the end of a prompt group."""
+    group = IssuedGroup.parse(group_id)
+    return PromptGroupEnded(
+        prompt_group_id=group_id,
+        train_step=group.place.train_step,
+        group_index=group.place.group_index,
+        attempt=group.attempt,
+        row=7,
+        outcome=outcome,
+        reason=reason,
+        policy_version=version,
+        trainer_version=version,
+        ended_at=1,
+    )
+
+
+def published(version: int, *, start_offsets: list[TopicOffset] | None = None) -> PolicyVersionPublished:
+    """Make the announcement of a policy version."""
+    artifact = ObjectRef(f"file:///objects/weights/{version:08d}/manifest.json", bytes(32), 10)
+    return PolicyVersionPublished(policy_version=version, artifact=artifact, transports=["store"], start_offsets=start_offsets or [], published_at=1)
+
+
+def committed(train_step: int, **changes: Any) -> TrainStepCommitted:
+    """Make the record of a train step that trained nothing."""
+    fields: dict[str, Any] = {
+        "train_step": train_step,
+        "policy_version": train_step + 1,
+        "prompt_group_ids": [],
+        "sample_ids": [],
+        "partitions": np.zeros(0, np.int32),
+        "offsets": np.zeros(0, np.int64),
+        "ranks": np.zeros(0, np.int32),
+        "micro_batches": np.zeros(0, np.int32),
+        "consumed": [],
+        "staleness_counts": [],
+        "figures": {"reward_mean": 0.5},
+        "phase_seconds": {},
+        "weights_digest": bytes(32),
+        "committed_at": 1,
+    }
+    return TrainStepCommitted(**fields | changes)

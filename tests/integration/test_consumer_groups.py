@@ -1,0 +1,143 @@
+"""Members of a consumer group share partitions, meet on the same ones of all topics, and take over where a commit stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from broker_steps import fetch_until, fill, next_line, other_process, turn_until
+
+from relax_events.broker.admin import Admin
+from relax_events.broker.connection import Connection
+from relax_events.broker.consumer import GroupConsumer
+from relax_events.broker.producer import RecordProducer
+from relax_events.broker.records import OutRecord
+from relax_events.events.types import TopicOffset
+
+MakeTopic = Callable[..., str]
+MakeGroup = Callable[[str], str]
+
+CRASHING_MEMBER = """
+import sys
+from relax_events.broker.connection import Connection
+from relax_events.broker.consumer import GroupConsumer
+from relax_events.events.types import TopicOffset
+bootstrap_servers, group, topic = sys.argv[1:]
+consumer = GroupConsumer(Connection(bootstrap_servers), consumer_group=group, topics=[topic])
+records = []
+while len(records) < 10:
+    records += consumer.fetch(timeout_seconds=0.2)
+consumer.commit([TopicOffset(topic, 0, 4)], wait=True)
+print(len(records))
+sys.stdin.read()
+"""
+
+
+def partitions_of(consumer: GroupConsumer, topic: str) -> set[int]:
+    return {partition for name, partition in consumer.positions if name == topic}
+
+
+def test_member_reads_all_records_in_order_when_it_is_alone(
+    connection: Connection, producer: RecordProducer, make_topic: MakeTopic, make_group: MakeGroup
+) -> None:
+    topic = make_topic("work")
+    headers = {"policy-version": "7", "note": "caf\u00e9"}
+    producer.write([OutRecord(topic, b"a", key="k", partition=0, headers=headers), OutRecord(topic, b"b", partition=0)])
+    consumer = GroupConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
+    first, second = fetch_until(consumer, lambda records: len(records) == 2)
+    assert (first.value, first.key, first.headers, first.policy_version) == (b"a", "k", headers, 7)
+    assert (second.offset, second.key, second.headers, second.policy_version) == (1, "", {}, None)
+    assert first.place == f"{topic}[0]@0"
+    assert consumer.positions == {(topic, 0): 2}
+    consumer.close()
+
+
+def test_members_hold_the_same_partitions_of_all_topics_when_there_are_two(connection: Connection, make_topic: MakeTopic, make_group: MakeGroup) -> None:
+    topics = [make_topic("rollout.samples", 4), make_topic("reward.scores", 4)]
+    group = make_group("advantage")
+    members = [GroupConsumer(connection, consumer_group=group, topics=topics) for _ in range(2)]
+
+    def is_divided() -> bool:
+        return all(len(partitions_of(member, topics[0])) == 2 for member in members) and all(len(member.positions) == 4 for member in members)
+
+    turn_until(is_divided, *(lambda member=member: member.fetch(timeout_seconds=0.05) for member in members))
+    for member in members:
+        assert partitions_of(member, topics[0]) == partitions_of(member, topics[1])
+    assert partitions_of(members[0], topics[0]) | partitions_of(members[1], topics[0]) == {0, 1, 2, 3}
+    for member in members:
+        member.close()
+
+
+def test_revoked_member_commits_first_when_a_second_one_joins(
+    connection: Connection, producer: RecordProducer, make_topic: MakeTopic, make_group: MakeGroup
+) -> None:
+    topic, group = make_topic("work", 2), make_group("reward")
+    for partition in range(2):
+        fill(producer, topic, [b"x"] * 5, partition=partition)
+    revoked: list[TopicOffset] = []
+
+    def give_back(offsets: list[TopicOffset]) -> None:
+        revoked.extend(offsets)
+        first.commit(offsets, wait=True)
+
+    first = GroupConsumer(connection, consumer_group=group, topics=[topic], on_revoked=give_back)
+    fetch_until(first, lambda records: len(records) == 10)
+    assigned: list[TopicOffset] = []
+    second = GroupConsumer(connection, consumer_group=group, topics=[topic], on_assigned=assigned.extend)
+    turn_until(lambda: bool(assigned), lambda: first.fetch(timeout_seconds=0.05), lambda: second.fetch(timeout_seconds=0.05))
+    assert [offset.offset for offset in revoked] == [5]
+    assert assigned == revoked
+    first.close()
+    second.close()
+
+
+def test_next_member_starts_at_the_commit_when_one_is_killed(
+    bootstrap_servers: str, connection: Connection, producer: RecordProducer, make_topic: MakeTopic, make_group: MakeGroup
+) -> None:
+    topic, group = make_topic("work"), make_group("reward")
+    fill(producer, topic, [str(index).encode() for index in range(10)])
+    with other_process(CRASHING_MEMBER, bootstrap_servers, group, topic) as member:
+        assert next_line(member) == "10"
+    consumer = GroupConsumer(connection, consumer_group=group, topics=[topic])
+    records = fetch_until(consumer, lambda records: len(records) == 6)
+    assert [record.value for record in records] == [b"4", b"5", b"6", b"7", b"8", b"9"]
+    consumer.close()
+
+
+def test_commit_outlives_the_member_when_nobody_waited_for_it(
+    connection: Connection, producer: RecordProducer, admin: Admin, make_topic: MakeTopic, make_group: MakeGroup
+) -> None:
+    topic, group = make_topic("work"), make_group("reward")
+    fill(producer, topic, [b"a", b"b", b"c"])
+    consumer = GroupConsumer(connection, consumer_group=group, topics=[topic])
+    fetch_until(consumer, lambda records: len(records) == 3)
+    consumer.commit([TopicOffset(topic, 0, 2)])
+    consumer.close()
+    assert admin.committed(group) == {(topic, 0): 2}
+
+
+def test_seek_passes_stale_records_without_reading_them(
+    connection: Connection, producer: RecordProducer, make_topic: MakeTopic, make_group: MakeGroup
+) -> None:
+    topic = make_topic("work")
+    fill(producer, topic, [str(index).encode() for index in range(100)])
+    consumer = GroupConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
+    fetch_until(consumer, lambda records: len(records) >= 1)
+    consumer.seek(topic, 0, 98)
+    assert consumer.positions[topic, 0] == 98
+    records = fetch_until(consumer, lambda records: bool(records) and records[-1].offset == 99)
+    assert [record.offset for record in records] == [98, 99]
+    consumer.close()
+
+
+def test_pause_keeps_the_membership_and_the_records(
+    connection: Connection, producer: RecordProducer, make_topic: MakeTopic, make_group: MakeGroup
+) -> None:
+    topic = make_topic("work")
+    consumer = GroupConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
+    turn_until(lambda: bool(consumer.positions), lambda: consumer.fetch(timeout_seconds=0.05))
+    consumer.pause()
+    fill(producer, topic, [b"held back"])
+    assert consumer.fetch(timeout_seconds=0.5) == []
+    consumer.resume()
+    assert [record.value for record in fetch_until(consumer, bool)] == [b"held back"]
+    consumer.close()

@@ -1,0 +1,226 @@
+"""Following the control log: history first, then live, in one order for all; and what every worker does with it."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from broker_steps import TIMEOUT_SECONDS, turn_until
+from event_samples import ended, published, rolled_out
+
+from relax_events.broker.connection import Connection
+from relax_events.broker.consumer import LogReader
+from relax_events.broker.producer import RecordProducer
+from relax_events.broker.records import OutRecord, Record
+from relax_events.config import RunConfig
+from relax_events.errors import CorruptRecord
+from relax_events.events.codec import EventCodec
+from relax_events.events.types import Command, Event, Outcome, PromptGroupEnded, RunCommanded, SampleRolledOut, StoredArray, WorkerBeat
+from relax_events.objects import ObjectStore
+from relax_events.pipeline.control import ControlFollower
+from relax_events.pipeline.worker import Worker
+from relax_events.topics import TopicPlan
+from workers.opening import StoreClaimCheck
+
+CODEC = EventCodec()
+
+
+@pytest.fixture
+def config(apply_run: Callable[..., RunConfig]) -> RunConfig:
+    return apply_run(run={"max_staleness": 1}, objects={"inline_max_bytes": 1000})
+
+
+@pytest.fixture
+def plan(config: RunConfig) -> TopicPlan:
+    return TopicPlan.of(config)
+
+
+@pytest.fixture
+def tell(producer: RecordProducer, plan: TopicPlan) -> Callable[[str, Event], None]:
+    def write(entity: str, event: Event) -> None:
+        producer.write([OutRecord(plan.topic(entity), CODEC.encode(event))])
+
+    return write
+
+
+@pytest.fixture
+def worker(config: RunConfig, tmp_path: Path) -> Iterator[Worker]:
+    store = ObjectStore.open((tmp_path / "objects").as_uri())
+    with Worker("reward", config, claim_check=StoreClaimCheck(store, inline_max_bytes=1000), index=3) as opened:
+        yield opened
+
+
+def read(connection: Connection, topic: str, partition: int = 0) -> list[Record]:
+    reader = LogReader(connection)
+    try:
+        return reader.read_to_end([(topic, partition)])
+    finally:
+        reader.close()
+
+
+def next_of(inbox: queue.SimpleQueue[Event], count: int) -> list[Event]:
+    return [inbox.get(timeout=TIMEOUT_SECONDS) for _ in range(count)]
+
+
+def test_follower_tells_history_then_live_in_log_order(connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None]) -> None:
+    for version in (0, 1):
+        tell("control.policy-versions", published(version))
+    follower = ControlFollower(connection, plan, EventCodec(), also=["control.group-outcomes"])
+    assert follower.policy_version == 1
+    tell("control.policy-versions", published(2))
+    inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    follower.start(inbox.put)
+    assert [event.policy_version for event in next_of(inbox, 3)] == [0, 1, 2]
+    tell("control.group-outcomes", ended("000001-0002-0"))
+    assert next_of(inbox, 1) == [ended("000001-0002-0")]
+    follower.close()
+
+
+def test_follower_ignores_a_version_that_is_not_newer(connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None]) -> None:
+    follower = ControlFollower(connection, plan, EventCodec())
+    inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    follower.start(inbox.put)
+    for version in (0, 1, 1, 0, 2):
+        tell("control.policy-versions", published(version))
+    assert [event.policy_version for event in next_of(inbox, 3)] == [0, 1, 2]
+    assert follower.latest == published(2)
+    assert inbox.empty()
+    follower.close()
+
+
+def test_follower_wakes_who_waits_for_a_version(connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None]) -> None:
+    follower = ControlFollower(connection, plan, EventCodec())
+    follower.start()
+    assert not follower.wait_for_version(0, timeout_seconds=0.05)
+    tell("control.policy-versions", published(4))
+    assert follower.wait_for_version(3, timeout_seconds=TIMEOUT_SECONDS)
+    follower.close()
+
+
+def test_follower_goes_on_when_a_control_record_is_corrupt(
+    connection: Connection, producer: RecordProducer, plan: TopicPlan, tell: Callable[[str, Event], None]
+) -> None:
+    for topic in ("control.policy-versions", "control.schemas"):
+        producer.write([OutRecord(plan.topic(topic), b"no event", key="x")])
+    tell("control.policy-versions", published(0))
+    follower = ControlFollower(connection, plan, EventCodec())
+    assert follower.policy_version == 0
+    follower.close()
+
+
+def test_follower_pauses_and_resumes_on_command(connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None]) -> None:
+    follower = ControlFollower(connection, plan, EventCodec())
+    inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    follower.start(inbox.put)
+    for command, expected in ((Command.PAUSE, True), (Command.RESUME, False)):
+        tell("control.commands", RunCommanded(command=command, reason="of a test"))
+        next_of(inbox, 1)
+        assert follower.paused is expected
+    follower.close()
+
+
+def test_worker_publishes_its_schemas_and_beats(worker: Worker, connection: Connection, plan: TopicPlan) -> None:
+    published_schemas = {record.key: record.value for record in read(connection, plan.topic("control.schemas"))}
+    assert published_schemas == {name.hex(): schema for name, schema in worker.codec.published_form().items()}
+    worker.beats.progress(5, seconds=0.1)
+    worker.beats.num_in_flight = 2
+    turn_until(lambda: len(read(connection, plan.topic("control.heartbeats"))) >= 2, lambda: worker.tick(working=True))
+    beat = CODEC.decode(read(connection, plan.topic("control.heartbeats"))[-1].value)
+    assert isinstance(beat, WorkerBeat)
+    assert (beat.worker_id, beat.role, beat.num_processed, beat.num_in_flight) == ("reward-3", "reward", 5, 2)
+
+
+def test_worker_drains_when_it_is_meant(worker: Worker, tell: Callable[[str, Event], None]) -> None:
+    worker.follow()
+    for other in (
+        RunCommanded(command=Command.DRAIN, role="trainer", reason="another role"),
+        RunCommanded(command=Command.RESTART, role="reward", worker_id="reward-4", reason="another worker"),
+        RunCommanded(command=Command.RESTART, role="reward", worker_id="reward-3", reason="meant for our predecessor", commanded_at=1),
+        RunCommanded(command=Command.PAUSE, reason="no drain"),
+    ):
+        tell("control.commands", other)
+    turn_until(lambda: worker.control.paused)
+    assert not worker.drain.requested
+    tell("control.commands", RunCommanded(command=Command.RESTART, role="reward", worker_id="reward-3", reason="hung"))
+    assert worker.drain.wait(TIMEOUT_SECONDS)
+
+
+def test_dead_letter_keeps_the_record_untouched(worker: Worker, producer: RecordProducer, connection: Connection, plan: TopicPlan) -> None:
+    source = plan.topic("rollout.samples")
+    poison = bytes(range(256))
+    producer.write([OutRecord(source, b"first", partition=2), OutRecord(source, poison, key="000001-0002-0", partition=2, headers={"policy-version": "1"})])
+    record = read(connection, source, 2)[1]
+    assert worker.decode(record) is None
+    worker.producer.flush()
+    (letter,) = read(connection, plan.topic("reward.dead-letters"))
+    assert (letter.value, letter.key) == (poison, "000001-0002-0")
+    assert letter.headers["error-text"].startswith("record of 256 bytes doesn't begin with")
+    assert {name: text for name, text in letter.headers.items() if name != "error-text"} == {
+        "policy-version": "1",
+        "origin-topic": source,
+        "origin-partition": "2",
+        "origin-offset": "1",
+        "error-class": CorruptRecord.__name__,
+        "worker-id": "reward-3",
+    }
+    assert b'relax_dead_letters_total{reason="CorruptRecord",role="reward"} 1.0' in worker.metrics.exposition()
+
+
+def test_worker_learns_a_schema_that_was_published_after_its_start(worker: Worker, producer: RecordProducer, plan: TopicPlan) -> None:
+    """A newer writer, whose samples have a field more, publishes its schema before its first record."""
+    import copy
+    import io
+    import json
+
+    import fastavro
+
+    own = next(schema for schema in CODEC.schemas.values() if schema["name"] == "PromptGroupEnded")
+    newer = copy.deepcopy(own)
+    newer["fields"].append({"name": "judge", "type": "string", "doc": "New.", "default": ""})
+    fingerprint = EventCodec().learn(json.dumps(newer))
+    body = io.BytesIO()
+    values = {"prompt_group_id": "000001-0002-0", "train_step": 1, "group_index": 2, "attempt": 0, "row": 7, "outcome": "failed", "reason": "because"}
+    values |= {"policy_version": 0, "trainer_version": 0, "mean_reward": None, "ended_at": 1, "judge": "x"}
+    fastavro.schemaless_writer(body, fastavro.parse_schema(newer), values)
+    producer.write([OutRecord(plan.topic("control.schemas"), json.dumps(newer).encode(), key=fingerprint.hex())])
+    record = Record("t", 0, 0, "000001-0002-0", b"\xc3\x01" + fingerprint + body.getvalue(), {}, 0)
+    assert worker.decode(record) == ended("000001-0002-0")
+
+
+def test_sample_records_take_the_partition_of_their_version_and_carry_it_in_a_header(worker: Worker, plan: TopicPlan) -> None:
+    record = worker.sample_record("rollout.samples", rolled_out("000001-0002-0", version=4), prompt_group_id="000001-0002-0", policy_version=4)
+    assert record.topic == plan.topic("rollout.samples")
+    assert record.partition in plan.partitions_of_version(4)
+    assert (record.key, record.headers) == ("000001-0002-0", {"policy-version": "4"})
+
+
+def test_large_arrays_travel_by_reference(worker: Worker) -> None:
+    tokens = np.arange(1000, dtype=np.int32)
+    sample = rolled_out(tokens=tokens, loss_mask=np.ones(1000, np.uint8), rollout_logprobs=np.zeros(1000, np.float32))
+    out = worker.outbound("rollout.samples", sample)
+    plain = CODEC.decode(out.value)
+    assert isinstance(plain, SampleRolledOut)
+    assert isinstance(plain.tokens, StoredArray)
+    assert not isinstance(plain.loss_mask, StoredArray)
+    assert out.value is not None
+    assert len(out.value) < 3000
+    fetched = worker.decode(Record("t", 0, 0, "", out.value, {}, 0))
+    assert isinstance(fetched, SampleRolledOut)
+    np.testing.assert_array_equal(fetched.tokens, tokens)
+
+
+def test_tombstone_goes_into_the_newest_versions_slot(worker: Worker, plan: TopicPlan, tell: Callable[[str, Event], None]) -> None:
+    worker.follow()
+    tell("control.policy-versions", published(5))
+    assert worker.control.wait_for_version(5, timeout_seconds=TIMEOUT_SECONDS)
+    record = worker.tombstone("000004-0002-1", Outcome.FAILED, "engine: no", policy_version=3)
+    assert record.partition in plan.partitions_of_version(5)
+    event = CODEC.decode(record.value)
+    assert isinstance(event, PromptGroupEnded)
+    assert (event.train_step, event.group_index, event.attempt, event.policy_version, event.trainer_version) == (4, 2, 1, 3, 5)
+    assert not worker.is_expired(4)
+    assert worker.is_expired(3)
+    assert not worker.is_expired(None)

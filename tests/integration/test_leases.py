@@ -1,0 +1,208 @@
+"""Both kinds of leases keep the same promises: each record to one holder, back when it is released or its holder dies."""
+
+from __future__ import annotations
+
+import queue
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from broker_steps import TIMEOUT_SECONDS, next_line, other_process, turn_until
+
+from relax_events.broker.admin import Admin
+from relax_events.broker.connection import Connection
+from relax_events.broker.leases import GroupLeases, Lease, LeaseSource, ShareLeases
+from relax_events.broker.producer import RecordProducer
+from relax_events.broker.records import OutRecord
+
+HOLDER = """
+import sys, queue
+from relax_events.broker.connection import Connection
+from relax_events.broker import leases
+kind, bootstrap_servers, group, topic = sys.argv[1:]
+inbox = queue.SimpleQueue()
+source = getattr(leases, kind)(Connection(bootstrap_servers), group=group, topic=topic, lanes=2, on_lease=inbox.put)
+for _ in range(2):
+    print(inbox.get().record.value.decode())
+sys.stdin.read()
+"""
+
+
+@dataclass
+class Queue:
+    """A work queue of one kind, and what opens a holder on it."""
+
+    kind: str
+    connection: Connection
+    topic: str
+    group: str
+    inboxes: list[queue.SimpleQueue[Lease]] = field(default_factory=list)
+
+    @contextmanager
+    def holder(self, *, lanes: int) -> Iterator[tuple[LeaseSource, queue.SimpleQueue[Lease]]]:
+        inbox: queue.SimpleQueue[Lease] = queue.SimpleQueue()
+        make: Any = {"ShareLeases": ShareLeases, "GroupLeases": GroupLeases}[self.kind]
+        source = make(self.connection, group=self.group, topic=self.topic, lanes=lanes, on_lease=inbox.put)
+        try:
+            yield source, inbox
+        finally:
+            source.close()
+
+
+@pytest.fixture
+def share_queue(connection: Connection, make_topic: Callable[..., str], make_share_group: Callable[[str], str]) -> Queue:
+    return Queue("ShareLeases", connection, make_topic("prompt.groups", 2), make_share_group("rollout"))
+
+
+@pytest.fixture
+def group_queue(connection: Connection, make_topic: Callable[..., str], make_group: Callable[[str], str]) -> Queue:
+    return Queue("GroupLeases", connection, make_topic("prompt.groups", 2), make_group("rollout"))
+
+
+@pytest.fixture(params=["share_queue", "group_queue"])
+def work(request: pytest.FixtureRequest) -> Queue:
+    found: Queue = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture
+def single(connection: Connection) -> Iterator[RecordProducer]:
+    """A producer as the prompter has it: one record in each batch, so that one can be leased at a time."""
+    opened = RecordProducer(connection, one_record_per_batch=True)
+    yield opened
+    opened.close()
+
+
+def enqueue(producer: RecordProducer, topic: str, names: list[str]) -> None:
+    producer.write(OutRecord(topic, name.encode(), key=name, partition=index % 2) for index, name in enumerate(names))
+
+
+def take(inbox: queue.SimpleQueue[Lease], count: int) -> list[Lease]:
+    return [inbox.get(timeout=TIMEOUT_SECONDS) for _ in range(count)]
+
+
+def values(leases: list[Lease]) -> list[str]:
+    return sorted(lease.record.value.decode() for lease in leases)
+
+
+def test_each_record_is_leased_once_when_two_workers_share_the_queue(work: Queue, single: RecordProducer) -> None:
+    names = [f"p{index:02}" for index in range(20)]
+    enqueue(single, work.topic, names)
+    seen: Counter[str] = Counter()
+    with work.holder(lanes=3) as (_, first), work.holder(lanes=3) as (_, second):
+
+        def settle() -> None:
+            for inbox in (first, second):
+                while not inbox.empty():
+                    lease = inbox.get()
+                    seen[lease.record.key] += 1
+                    lease.done()
+
+        turn_until(lambda: len(seen) == 20, settle)
+    assert seen == Counter(names)
+
+
+def test_no_more_records_are_leased_than_there_are_lanes(work: Queue, single: RecordProducer) -> None:
+    enqueue(single, work.topic, [f"p{index}" for index in range(6)])
+    with work.holder(lanes=2) as (_, inbox):
+        held = take(inbox, 2)
+        with pytest.raises(queue.Empty):
+            inbox.get(timeout=0.7)
+        held[0].done()
+        assert len(take(inbox, 1)) == 1
+        with pytest.raises(queue.Empty):
+            inbox.get(timeout=0.5)
+
+
+def test_held_records_go_to_another_worker_when_the_holder_closes(work: Queue, single: RecordProducer) -> None:
+    enqueue(single, work.topic, ["a", "b", "c", "d"])
+    with work.holder(lanes=4) as (_, inbox):
+        held = {lease.record.key: lease for lease in take(inbox, 4)}
+        held["a"].done()
+        held["b"].done()
+    with work.holder(lanes=4) as (_, inbox):
+        assert values(take(inbox, 2)) == ["c", "d"]
+        with pytest.raises(queue.Empty):
+            inbox.get(timeout=0.5)
+
+
+def test_stopped_source_leases_nothing_new_and_keeps_what_it_holds(work: Queue, single: RecordProducer) -> None:
+    enqueue(single, work.topic, ["a", "b"])
+    with work.holder(lanes=2) as (source, inbox):
+        held = take(inbox, 2)
+        source.stop()
+        enqueue(single, work.topic, ["c", "d"])
+        for lease in held:
+            lease.done()
+        with pytest.raises(queue.Empty):
+            inbox.get(timeout=1.2)
+    with work.holder(lanes=4) as (_, inbox):
+        assert values(take(inbox, 2)) == ["c", "d"]
+
+
+def test_records_come_again_when_their_holder_was_killed(
+    work: Queue, single: RecordProducer, bootstrap_servers: str
+) -> None:
+    enqueue(single, work.topic, ["a", "b"])
+    with other_process(HOLDER, work.kind, bootstrap_servers, work.group, work.topic) as holder:
+        assert sorted([next_line(holder), next_line(holder)]) == ["a", "b"]
+    with work.holder(lanes=2) as (_, inbox):
+        assert values(take(inbox, 2)) == ["a", "b"]
+
+
+def test_released_record_is_leased_again_when_it_lies_in_a_share_group(share_queue: Queue, single: RecordProducer) -> None:
+    enqueue(single, share_queue.topic, ["a"])
+    with share_queue.holder(lanes=1) as (_, inbox):
+        first = inbox.get(timeout=TIMEOUT_SECONDS)
+        first.release()
+        second = inbox.get(timeout=TIMEOUT_SECONDS)
+        assert (first.delivery_count, second.delivery_count) == (1, 2)
+        assert second.record.place == first.record.place
+        second.done()
+
+
+def test_lease_may_be_settled_twice(share_queue: Queue, single: RecordProducer) -> None:
+    """The second settlement must not count for the record that the lane holds next."""
+    enqueue(single, share_queue.topic, ["a", "b", "c"])
+    with share_queue.holder(lanes=1) as (_, inbox):
+        lease = inbox.get(timeout=TIMEOUT_SECONDS)
+        lease.done()
+        lease.done()
+        rest = [lease.record.key]
+        while len(rest) < 3:
+            lease = inbox.get(timeout=TIMEOUT_SECONDS)
+            rest.append(lease.record.key)
+            lease.done()
+        assert sorted(rest) == ["a", "b", "c"]
+
+
+def test_group_offset_follows_the_oldest_open_lease(group_queue: Queue, single: RecordProducer, admin: Admin) -> None:
+    single.write(OutRecord(group_queue.topic, str(index).encode(), partition=0) for index in range(4))
+    with group_queue.holder(lanes=4) as (_, inbox):
+        held = sorted(take(inbox, 4), key=lambda lease: lease.record.offset)
+        held[3].done()
+        held[1].done()
+        held[0].done()
+        turn_until(lambda: admin.committed(group_queue.group) == {(group_queue.topic, 0): 2})
+        held[2].done()
+        turn_until(lambda: admin.committed(group_queue.group) == {(group_queue.topic, 0): 4})
+
+
+def test_records_of_partitions_that_come_while_all_lanes_are_taken_are_not_lost(group_queue: Queue, single: RecordProducer) -> None:
+    """A full holder keeps its membership without taking records; partitions assigned to it meanwhile start unread."""
+    enqueue(single, group_queue.topic, ["a", "b", "c", "d"])
+    with group_queue.holder(lanes=1) as (_, first):
+        held = first.get(timeout=TIMEOUT_SECONDS)
+        with group_queue.holder(lanes=1) as (_, second):
+            other = second.get(timeout=TIMEOUT_SECONDS)
+        held.done()
+        seen = {held.record.key}
+        while len(seen) < 4:
+            lease = first.get(timeout=TIMEOUT_SECONDS)
+            seen.add(lease.record.key)
+            lease.done()
+        assert seen == {"a", "b", "c", "d"}
+        assert other.record.key in seen

@@ -1,0 +1,168 @@
+"""Readers that choose their own positions: to the end, exactly these records, and over a log that was cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import structlog.testing
+from broker_steps import fetch_until, fill
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from relax_events.broker.connection import Connection
+from relax_events.broker.consumer import GroupConsumer, LogReader
+from relax_events.broker.producer import RecordProducer
+from relax_events.broker.records import OutRecord
+from relax_events.broker.transactions import TransactionalWriter
+from relax_events.errors import BrokerError
+from relax_events.events.types import TopicOffset
+
+MakeTopic = Callable[..., str]
+
+
+@pytest.fixture
+def reader(connection: Connection) -> LogReader:
+    return LogReader(connection)
+
+
+def numbered(count: int, start: int = 0) -> list[bytes]:
+    return [str(index).encode() for index in range(start, start + count)]
+
+
+def purge(connection: Connection, topic: str, *, below: int) -> None:
+    client = AdminClient({"bootstrap.servers": connection.bootstrap_servers})
+    for future in client.delete_records([TopicPartition(topic, 0, below)]).values():
+        future.result(10)
+
+
+def test_read_to_end_returns_everything_in_order_when_there_are_several_partitions(
+    reader: LogReader, producer: RecordProducer, make_topic: MakeTopic
+) -> None:
+    topic, empty = make_topic("a", 2), make_topic("b")
+    fill(producer, topic, numbered(3000))
+    fill(producer, topic, numbered(5), partition=1)
+    records = reader.read_to_end([(topic, 0), (topic, 1), (empty, 0)])
+    assert [record.value for record in records if record.partition == 0] == numbered(3000)
+    assert [record.value for record in records if record.partition == 1] == numbered(5)
+    assert len(records) == 3005
+    reader.close()
+
+
+def test_read_to_end_starts_where_it_is_told(reader: LogReader, producer: RecordProducer, make_topic: MakeTopic) -> None:
+    topic = make_topic("a")
+    fill(producer, topic, numbered(10))
+    assert [record.offset for record in reader.read_to_end([(topic, 0)], from_offsets={(topic, 0): 8})] == [8, 9]
+    assert reader.read_to_end([(topic, 0)], from_offsets={(topic, 0): 10}) == []
+    reader.close()
+
+
+def test_read_to_end_sees_committed_records_only_when_there_were_transactions(
+    reader: LogReader, connection: Connection, producer: RecordProducer, make_topic: MakeTopic, run_id: str
+) -> None:
+    """The log ends with a marker, which is an offset without a record."""
+    topic = make_topic("a")
+    writer = TransactionalWriter(connection, transactional_id=f"{run_id}.trainer.0")
+    writer.commit([OutRecord(topic, b"committed")])
+    abort_one(connection, topic, f"{run_id}.other")
+    assert [record.value for record in reader.read_to_end([(topic, 0)])] == [b"committed"]
+    assert reader.watermarks(topic, 0) == (0, 4)
+    writer.close()
+    reader.close()
+
+
+def abort_one(connection: Connection, topic: str, transactional_id: str) -> None:
+    other = Producer({"bootstrap.servers": connection.bootstrap_servers, "transactional.id": transactional_id})
+    other.init_transactions(10)
+    other.begin_transaction()
+    other.produce(topic, b"aborted")
+    other.flush(10)
+    other.abort_transaction(10)
+
+
+def test_read_to_end_stops_before_a_transaction_that_is_open(
+    reader: LogReader, connection: Connection, producer: RecordProducer, make_topic: MakeTopic, run_id: str
+) -> None:
+    topic = make_topic("a")
+    fill(producer, topic, [b"before"])
+    other = Producer({"bootstrap.servers": connection.bootstrap_servers, "transactional.id": f"{run_id}.open"})
+    other.init_transactions(10)
+    other.begin_transaction()
+    other.produce(topic, b"open")
+    other.flush(10)
+    assert [record.value for record in reader.read_to_end([(topic, 0)])] == [b"before"]
+    other.abort_transaction(10)
+    reader.close()
+
+
+def test_read_exactly_returns_the_wanted_records(reader: LogReader, producer: RecordProducer, make_topic: MakeTopic) -> None:
+    topic = make_topic("a", 2)
+    for partition in range(2):
+        fill(producer, topic, numbered(50), partition=partition)
+    places = {(0, 0), (0, 49), (1, 17), (1, 18)}
+    found = reader.read_exactly(topic, places)
+    assert found.keys() == places
+    assert {place: record.value for place, record in found.items()} == {(0, 0): b"0", (0, 49): b"49", (1, 17): b"17", (1, 18): b"18"}
+    assert reader.read_exactly(topic, set()) == {}
+    reader.close()
+
+
+def test_read_exactly_says_so_at_once_when_a_record_was_purged(
+    reader: LogReader, connection: Connection, producer: RecordProducer, make_topic: MakeTopic
+) -> None:
+    topic = make_topic("a")
+    fill(producer, topic, numbered(10))
+    purge(connection, topic, below=4)
+    with pytest.raises(BrokerError, match=rf"record {topic}\[0\]@3 was purged: the log begins at 4"):
+        reader.read_exactly(topic, {(0, 3), (0, 5)})
+    reader.close()
+
+
+def test_read_exactly_says_so_at_once_when_a_record_was_never_written(reader: LogReader, producer: RecordProducer, make_topic: MakeTopic) -> None:
+    topic = make_topic("a")
+    fill(producer, topic, numbered(2))
+    with pytest.raises(BrokerError, match=rf"record {topic}\[0\]@2 does not exist: the log ends at 2"):
+        reader.read_exactly(topic, {(0, 1), (0, 2)})
+    reader.close()
+
+
+def test_reading_goes_on_at_the_oldest_record_when_the_log_was_cut_off(connection: Connection, producer: RecordProducer, make_topic: MakeTopic) -> None:
+    topic = make_topic("a")
+    fill(producer, topic, numbered(10))
+    purge(connection, topic, below=6)
+    reader = LogReader(connection)
+    reader.assign({(topic, 0): 3})
+    with structlog.testing.capture_logs() as logs:
+        records = fetch_until(reader, lambda records: len(records) == 4)
+    assert [record.offset for record in records] == [6, 7, 8, 9]
+    assert [(entry["event"], entry["resumed_at"]) for entry in logs] == [("log.truncated", 6)]
+    assert [record.offset for record in reader.read_to_end([(topic, 0)], from_offsets={(topic, 0): 2})] == [6, 7, 8, 9]
+    reader.close()
+
+
+def test_group_member_goes_on_at_the_oldest_record_when_its_commit_was_cut_off(
+    connection: Connection, producer: RecordProducer, make_topic: MakeTopic, make_group: Callable[[str], str]
+) -> None:
+    topic, group = make_topic("a"), make_group("reward")
+    fill(producer, topic, numbered(10))
+    earlier = GroupConsumer(connection, consumer_group=group, topics=[topic])
+    fetch_until(earlier, bool)
+    earlier.commit([TopicOffset(topic, 0, 2)], wait=True)
+    earlier.close()
+    purge(connection, topic, below=7)
+    consumer = GroupConsumer(connection, consumer_group=group, topics=[topic])
+    records = fetch_until(consumer, lambda records: len(records) == 3)
+    assert [record.offset for record in records] == [7, 8, 9]
+    assert consumer.positions == {(topic, 0): 10}
+    consumer.close()
+
+
+def test_fetch_bounds_the_number_of_records(connection: Connection, producer: RecordProducer, make_topic: MakeTopic) -> None:
+    topic = make_topic("a")
+    fill(producer, topic, numbered(50))
+    reader = LogReader(connection, start={(topic, 0): 0})
+    sizes: list[int] = []
+    while sum(sizes) < 50:
+        sizes.append(len(reader.fetch(7, timeout_seconds=5)))
+    assert max(sizes) <= 7
+    reader.close()

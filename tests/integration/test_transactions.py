@@ -1,0 +1,132 @@
+"""Transactions: records and offsets together or not at all, one writer at a time, nothing written twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from broker_steps import turn_until
+
+from relax_events.broker import transactions
+from relax_events.broker.admin import Admin
+from relax_events.broker.connection import Connection
+from relax_events.broker.consumer import LogReader
+from relax_events.broker.records import OutRecord
+from relax_events.broker.transactions import TransactionalWriter
+from relax_events.errors import BrokerRefused, BrokerUnavailable, Fenced
+from relax_events.events.types import TopicOffset
+
+MakeTopic = Callable[..., str]
+
+
+@pytest.fixture
+def transactional_id(run_id: str) -> str:
+    return f"relax.{run_id}.trainer.0"
+
+
+@pytest.fixture
+def writer(connection: Connection, transactional_id: str) -> Iterator[TransactionalWriter]:
+    opened = TransactionalWriter(connection, transactional_id=transactional_id)
+    yield opened
+    opened.close()
+
+
+def expect(connection: Connection, topic: str, wanted: list[bytes]) -> None:
+    """Wait until exactly these are visible: the broker writes the marker a moment after it has answered the commit."""
+    turn_until(lambda: values(connection, topic) == wanted)
+
+
+def values(connection: Connection, topic: str) -> list[bytes]:
+    reader = LogReader(connection)
+    try:
+        return [record.value for record in reader.read_to_end([(topic, 0)])]
+    finally:
+        reader.close()
+
+
+def test_commit_makes_records_of_several_topics_and_offsets_real_together(
+    writer: TransactionalWriter, connection: Connection, admin: Admin, make_topic: MakeTopic, run_id: str
+) -> None:
+    steps, outcomes, source = make_topic("steps"), make_topic("outcomes"), make_topic("source", 2)
+    reader = LogReader(connection, consumer_group=f"{run_id}.trainer")
+    offsets = [TopicOffset(source, 0, 17), TopicOffset(source, 1, 4)]
+    writer.commit([OutRecord(steps, b"step 0"), OutRecord(outcomes, b"a"), OutRecord(outcomes, b"b")], offsets=offsets, reader=reader)
+    expect(connection, steps, [b"step 0"])
+    expect(connection, outcomes, [b"a", b"b"])
+    turn_until(lambda: admin.committed(f"{run_id}.trainer") == {(source, 0): 17, (source, 1): 4})
+    reader.close()
+
+
+def test_commit_is_refused_when_another_writer_took_over(
+    writer: TransactionalWriter, connection: Connection, transactional_id: str, make_topic: MakeTopic
+) -> None:
+    topic = make_topic("steps")
+    writer.commit([OutRecord(topic, b"before")])
+    successor = TransactionalWriter(connection, transactional_id=transactional_id)
+    for _ in range(2):
+        with pytest.raises(Fenced, match="another instance of this role"):
+            writer.commit([OutRecord(topic, b"of a zombie")])
+    successor.commit([OutRecord(topic, b"after")])
+    expect(connection, topic, [b"before", b"after"])
+    successor.close()
+
+
+def test_nothing_is_visible_when_one_record_is_refused(writer: TransactionalWriter, connection: Connection, make_topic: MakeTopic) -> None:
+    topic = make_topic("steps", max_message_bytes="1000")
+    with pytest.raises(BrokerRefused, match="MSG_SIZE_TOO_LARGE"):
+        writer.commit([OutRecord(topic, b"small"), OutRecord(topic, bytes(5000))])
+    assert values(connection, topic) == []
+    writer.commit([OutRecord(topic, b"next")])
+    expect(connection, topic, [b"next"])
+
+
+class Unsure:
+    """A writer's try that fails with an indefinite error, before or after the commit really happened."""
+
+    def __init__(self, writer: TransactionalWriter, *, failures: int, really_commits: bool) -> None:
+        self._try, self._failures, self._really_commits = writer._try, failures, really_commits
+        self.calls = 0
+
+    def __call__(self, *arguments: Any) -> None:
+        self.calls += 1
+        if self.calls > self._failures or self._really_commits:
+            self._try(*arguments)
+        if self.calls <= self._failures:
+            raise BrokerUnavailable("committing a transaction: _TIMED_OUT")
+
+
+def test_commit_does_not_write_twice_when_the_error_hid_a_success(
+    writer: TransactionalWriter, connection: Connection, make_topic: MakeTopic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = make_topic("steps")
+    unsure = Unsure(writer, failures=1, really_commits=True)
+    monkeypatch.setattr(writer, "_try", unsure)
+    writer.commit([OutRecord(topic, b"step 0")], already_real=lambda: values(connection, topic) == [b"step 0"])
+    assert (unsure.calls, values(connection, topic)) == (1, [b"step 0"])
+
+
+def test_commit_tries_again_when_nothing_became_real(writer: TransactionalWriter, connection: Connection, make_topic: MakeTopic) -> None:
+    """The second try runs on the new producer that took over the transactional id."""
+    topic = make_topic("steps")
+    first, original = writer._producer, writer._try
+    failures = [BrokerUnavailable("committing a transaction: _TIMED_OUT")]
+
+    def fail_once(*arguments: Any) -> None:
+        if failures:
+            raise failures.pop()
+        original(*arguments)
+
+    writer._try = fail_once  # type: ignore[method-assign]
+    writer.commit([OutRecord(topic, b"step 0")], already_real=lambda: False)
+    expect(connection, topic, [b"step 0"])
+    assert writer._producer is not first
+
+
+def test_commit_gives_up_when_the_broker_stays_away(writer: TransactionalWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    unsure = Unsure(writer, failures=transactions.ATTEMPTS, really_commits=False)
+    monkeypatch.setattr(writer, "_try", unsure)
+    monkeypatch.setattr(writer, "_initialise", lambda: writer._producer)
+    with pytest.raises(BrokerUnavailable, match="_TIMED_OUT"):
+        writer.commit([])
+    assert unsure.calls == transactions.ATTEMPTS
