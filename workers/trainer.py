@@ -82,6 +82,7 @@ class TrainLoop:
         self._checkpoints = Checkpoints(store, ranks=ranks, keep=self._config.trainer.keep_checkpoints)
         self._pending: PendingCheckpoint | None = None
         self._checkpoint: CheckpointRef | None = None
+        self._pruned_to: CheckpointRef | None = None
         self._phases = Phases()
 
     def run(self) -> None:
@@ -270,11 +271,11 @@ class TrainLoop:
                     artifact=artifact,
                     digest=digest,
                     figures=figures,
-                    phase_seconds=self._phases.seconds,
+                    phase_seconds=self._phases.written(),
                     checkpoint=self._checkpoint,
                 )
                 self._report(committed)
-                self._forget_weights(step + 1)
+                self._forget_old(step + 1)
         self._save_checkpoint()
 
     def _gather(self, share: StepShare) -> list[StepShare]:
@@ -287,18 +288,19 @@ class TrainLoop:
         figures: dict[str, Any] = {name: round(value, 6) for name, value in step.figures.items()}
         log.info("train_step.committed", train_step=step.train_step, staleness_counts=step.staleness_counts, **figures)
 
-    def _forget_weights(self, version: int) -> None:
-        """Delete weights that no engine can want any more; the initial ones stay for late readers of the log."""
+    def _forget_old(self, version: int) -> None:
+        """Delete what the step just committed made superfluous: weights that no engine can want, checkpoints but the newest."""
         oldest = version - 2 * self._worker.plan.num_slots
         if oldest > 0:
             delete_weights(self._store, oldest)
+        if self._checkpoint is not None and self._checkpoint != self._pruned_to:
+            self._pruned_to = self._checkpoint
+            self._checkpoints.prune(self._checkpoint)
 
     def _poll_checkpoint(self) -> None:
         if self._pending is not None and (reference := self._pending.poll()) is not None:
             self._pending, self._checkpoint = None, reference
             log.info("checkpoint.written", policy_version=reference.policy_version)
-            if self._ranks.rank == 0:
-                self._checkpoints.prune(reference)
 
     def _save_checkpoint(self) -> None:
         """Start a checkpoint when one is due. It becomes real when a later step's record names it."""

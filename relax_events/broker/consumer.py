@@ -165,6 +165,7 @@ class GroupConsumer(Fetching):
             partition.offset = partition.offset if partition.offset >= 0 else OFFSET_BEGINNING
             self.positions[partition.topic, partition.partition] = max(partition.offset, 0)
         consumer.incremental_assign(committed)
+        consumer.resume(committed)  # one that was taken away while paused comes back paused
         self._on_assigned([TopicOffset(p.topic, p.partition, max(p.offset, 0)) for p in committed])
 
     def _revoke(self, consumer: Any, partitions: list[TopicPartition]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 POLICY_VERSION_HEADER = "policy-version"
+VERSION_PATTERN = re.compile("-?[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Record:
     def policy_version(self) -> int | None:
         """Return the version in the headers, readable without decoding the event; None where there is none."""
         text = self.headers.get(POLICY_VERSION_HEADER, "")
-        return int(text) if text.lstrip("-").isdigit() else None
+        return int(text) if VERSION_PATTERN.fullmatch(text) else None
 
 
 @dataclass(frozen=True, slots=True)

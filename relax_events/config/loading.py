@@ -16,6 +16,22 @@ from relax_events.config.sections import RunConfig
 from relax_events.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "RELAX_"
+HOUSE_FORM = {
+    "Input should be": "must be",
+    "String should match pattern": "must match",
+    "String should": "must",
+    "greater than or equal to": ">=",
+    "greater than": ">",
+    "less than or equal to": "<=",
+    "less than": "<",
+    ", unable to parse string as an integer": "",
+    ", unable to parse string as a number": "",
+    ", unable to interpret input": "",
+    "a valid integer": "an integer",
+    "a valid number": "a number",
+    "a valid boolean": "true or false",
+    "a valid string": "a string",
+}
 
 
 def load_run_config(path: Path, overrides: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> RunConfig:
@@ -82,8 +98,10 @@ def _explain(item: Mapping[str, Any], path: Path) -> str:
 
 
 def _rule(text: str) -> str:
-    """Turn pydantic's sentence into the house form: `must be greater than or equal to 0`."""
-    return text.replace("Input should be", "must be").replace("String should", "must").replace("Field", "the key")
+    """Turn pydantic's sentence into the house form: `must be >= 0`."""
+    for theirs, ours in HOUSE_FORM.items():
+        text = text.replace(theirs, ours)
+    return text
 
 
 def _nearest(location: list[str]) -> str:

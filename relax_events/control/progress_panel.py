@@ -153,10 +153,10 @@ def number(value: float | None) -> str:
 WORKER_COLUMNS: dict[str, tuple[int, Callable[[WorkerRow], Text | str]]] = {  # name -> least width of the window, cell
     "worker": (0, lambda row: Text(row.worker_id)),
     "state": (0, lambda row: Text(row.state, STATE_STYLES.get(row.state, "dim"))),
-    "version": (56, lambda row: number(row.policy_version)),
+    "version": (64, lambda row: number(row.policy_version)),
     "processed": (0, lambda row: number(row.num_processed)),
-    "in flight": (64, lambda row: number(row.num_in_flight)),
-    "per s": (80, lambda row: decimal(row.records_per_second)),
-    "last beat": (48, lambda row: "-" if row.beat_age_seconds is None else f"{row.beat_age_seconds:.1f} s"),
-    "restarts": (72, lambda row: number(row.num_restarts)),
+    "in flight": (86, lambda row: number(row.num_in_flight)),
+    "per s": (94, lambda row: decimal(row.records_per_second)),
+    "last beat": (54, lambda row: "-" if row.beat_age_seconds is None else f"{row.beat_age_seconds:.1f} s"),
+    "restarts": (74, lambda row: number(row.num_restarts)),
 }

@@ -121,7 +121,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 def duration(seconds: float) -> str:
     """Write a duration for people."""
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"

@@ -26,6 +26,7 @@ from relax_events.events.codec import EventCodec
 from relax_events.events.types import Command, Event, RunCommanded
 from relax_events.pipeline.control import ControlFollower
 from relax_events.pipeline.drain import Drain
+from relax_events.telemetry.logs import configure_logs
 from relax_events.topics import TopicPlan
 
 log = structlog.get_logger()
@@ -55,6 +56,9 @@ class RunSession:
             CheckFailed: The ledger found a broken promise.
         """
         started = time.monotonic()
+        logs = self._config.run_directory / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        configure_logs(self._config.telemetry, path=logs / "run.log", role="run", run_id=self._config.run.id)
         self._drain.listen_to_signals()
         with ExitStack() as stack:
             display = stack.enter_context(ProgressDisplay(self._config))

@@ -13,11 +13,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from relax_events.config import ModelConfig
+from relax_events.engines import attention
+from relax_events.engines.experts import ROW_BLOCK, use_padded_experts
 from relax_events.engines.kv_cache import RowCache
 from relax_events.errors import ConfigError, WeightsError
-
-ROW_BLOCK = 8
-"""Rows of a step are padded to a multiple: with one to three rows, CPU kernels round otherwise than with more."""
 
 
 class CausalModel:
@@ -31,9 +30,11 @@ class CausalModel:
         """
         self.device = choose_device(config.device)
         self._module = _load(path, config=config, device=self.device)
-        self._head: nn.Module = self._module.get_output_embeddings()
+        self._head: nn.Module = self._module.get_output_embeddings()  # type: ignore[no-untyped-call]
         self.vocab_size = len(self._module.get_input_embeddings().get_parameter("weight"))
         _require_full_attention(self._module, path)
+        if self.device.type == "cpu":
+            use_padded_experts(self._module)
         self._require_linear_head(path)
 
     def prefill(
@@ -56,7 +57,7 @@ class CausalModel:
         """Run one token in each row; give the logits after it.
 
         Args:
-            tokens: A multiple of `ROW_BLOCK` many.
+            tokens: A multiple of `ROW_BLOCK` many: CPU kernels round one to three rows otherwise than more.
             positions: Of the tokens in their rows.
             cache: Holds every earlier token of the rows; takes these.
             num_tokens: Length that attention sees; a multiple of 16 above all positions.
@@ -91,12 +92,12 @@ class CausalModel:
     def rest(self) -> None:
         """Put the weights on the CPU and give the device's memory back."""
         if self.device.type != "cpu":
-            self._module.to("cpu")
+            self._module.cpu()
             torch.cuda.empty_cache()
 
     def return_to_device(self) -> None:
         """Undo `rest`."""
-        self._module.to(self.device)
+        nn.Module.to(self._module, self.device)
 
     def _logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocabulary"]:
         num_rows = len(hidden)
@@ -129,10 +130,11 @@ def choose_device(name: str) -> torch.device:
 def _load(path: Path, *, config: ModelConfig, device: torch.device) -> PreTrainedModel:
     if not (path / "config.json").is_file():
         raise ConfigError(f"model.path = {path} holds no config.json; give a folder in Hugging Face layout, or have `relax models prepare` make one")
-    transformers_logging.disable_progress_bar()  # a worker's stderr is its log
+    implementation = attention.register() if config.attention == "sdpa" else config.attention
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a worker's stderr is its log
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, config.dtype), attn_implementation=config.attention, local_files_only=True
+            path, dtype=getattr(torch, config.dtype), attn_implementation=implementation, local_files_only=True
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path = {path} can't be loaded as a causal language model: {error}") from error
@@ -143,7 +145,7 @@ def _load(path: Path, *, config: ModelConfig, device: torch.device) -> PreTraine
 def _require_full_attention(module: PreTrainedModel, path: Path) -> None:
     kinds = set(getattr(module.config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
-        other = sorted(kinds - {"full_attention"})[0]
+        other = min(kinds - {"full_attention"})
         raise ConfigError(
             f"the model in {path} has layers of type {other}, and engine 'transformers' serves full_attention alone; choose another engine"
         )

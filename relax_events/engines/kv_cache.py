@@ -1,7 +1,8 @@
 """The key-value cache of running samples: one row a sample, left-aligned, grown by need.
 
 Rows lie dense from 0 on, so a decoding step reads one slice and no gather. Storage is `rows x tokens`, each doubled when
-it overflows up to the configured bounds: it follows the longest running sample, not `max_context_tokens`.
+it overflows up to the configured bounds: it follows the longest running sample, not `max_context_tokens`, and starts
+small again whenever no row is in use.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ class RowCache(Cache):
             num_tokens: The longest prompt; what lies behind a shorter one's end is masked until it is overwritten.
         """
         self._reserve(prompts, num_rows=max(rows) + 1, num_tokens=num_tokens)
-        for (keys, values), layer in zip(self._layers, prompts.layers, strict=True):
+        for (keys, values), (prompt_keys, prompt_values) in zip(self._layers, _stored(prompts), strict=True):
             target = torch.tensor(rows, device=keys.device)
             source = torch.tensor(sources, device=keys.device)
-            keys[target, :, :num_tokens] = layer.keys[source, :, :num_tokens]
-            values[target, :, :num_tokens] = layer.values[source, :, :num_tokens]
+            keys[target, :, :num_tokens] = prompt_keys[source, :, :num_tokens]
+            values[target, :, :num_tokens] = prompt_values[source, :, :num_tokens]
 
     def open_step(self, positions: Int[Tensor, " rows"], *, num_tokens: int) -> None:
         """Prepare a decoding step: the next `update` of each layer writes one token to each of the first rows.
@@ -80,27 +81,38 @@ class RowCache(Cache):
             for stored in layer:
                 stored[list(targets), :, :num_tokens] = stored[list(sources), :, :num_tokens]
 
+    def clear(self, rows: Sequence[int]) -> None:
+        """Zero rows that may hold NaN, which no mask hides from the next tenant: zero times NaN is NaN."""
+        for layer in self._layers:
+            for stored in layer:
+                stored[list(rows)] = 0.0
+
     def release(self) -> None:
         """Free the storage."""
-        self._layers = []
+        self._layers.clear()
 
     def _reserve(self, prompts: DynamicCache, *, num_rows: int, num_tokens: int) -> None:
         if not self._layers:
-            self._layers = [(layer.keys[:0, :, :0].contiguous(), layer.values[:0, :, :0].contiguous()) for layer in prompts.layers]
+            self._layers = [(keys[:0, :, :0].contiguous(), values[:0, :, :0].contiguous()) for keys, values in _stored(prompts)]
         self._grow(num_rows=num_rows, num_tokens=num_tokens)
 
     def _grow(self, *, num_rows: int, num_tokens: int) -> None:
         have_rows, _, have_tokens, _ = self._layers[0][0].shape
         rows = have_rows if num_rows <= have_rows else min(max(num_rows, 2 * have_rows), self._max_rows)
-        tokens = (
-            have_tokens if num_tokens <= have_tokens else min(-(-max(num_tokens, 2 * have_tokens) // TOKEN_BLOCK) * TOKEN_BLOCK, self._max_tokens)
-        )
+        blocks = -(-max(num_tokens, 2 * have_tokens) // TOKEN_BLOCK)
+        tokens = have_tokens if num_tokens <= have_tokens else min(blocks * TOKEN_BLOCK, self._max_tokens)
         if (rows, tokens) != (have_rows, have_tokens):
-            self._layers = [(_enlarged(keys, rows, tokens), _enlarged(values, rows, tokens)) for keys, values in self._layers]
+            for index, (keys, values) in enumerate(self._layers):  # one layer at a time: the old storage goes as the new comes
+                self._layers[index] = (_enlarged(keys, rows, tokens), _enlarged(values, rows, tokens))
+
+
+def _stored(prompts: DynamicCache) -> list[tuple[Tensor, Tensor]]:
+    layers: list[Any] = prompts.layers
+    return [(layer.keys, layer.values) for layer in layers]
 
 
 def _enlarged(stored: Float[Tensor, "rows heads tokens width"], rows: int, tokens: int) -> Float[Tensor, "_ _ _ _"]:
-    # Zeros, not what the memory held: a masked NaN would still be a NaN after the product with its zero weight.
+    # Zeros, not what the memory held: that might be NaN, see `clear`.
     larger = stored.new_zeros(rows, stored.shape[1], tokens, stored.shape[3])
     larger[: stored.shape[0], :, : stored.shape[2]] = stored
     return larger

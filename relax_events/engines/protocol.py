@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from relax_events.config import SamplingConfig
 from relax_events.events.types import FinishReason, MediaRef, VersionSegment
-from relax_events.weights.artifacts import Weights
+from relax_events.weights import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

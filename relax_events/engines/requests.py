@@ -35,7 +35,8 @@ def admitted_samples(
         raise PoisonSample(f"{name}: the prompt is empty; it needs at least one token")
     if num_prompt_tokens >= max_context_tokens:
         raise PoisonSample(
-            f"{name}: the prompt has {num_prompt_tokens} tokens and must leave room for one more; raise engine.max_context_tokens = {max_context_tokens}"
+            f"{name}: the prompt has {num_prompt_tokens} tokens and must leave room for one more; "
+            f"raise engine.max_context_tokens = {max_context_tokens} or drop the row"
         )
     max_new_tokens = min(request.sampling.max_new_tokens, max_context_tokens - num_prompt_tokens)
     _check_ids(request.samples, taken, name)
@@ -44,6 +45,8 @@ def admitted_samples(
 
 def _sample(request: GenerationRequest, sample: SampleRequest, order: int, max_new_tokens: int, vocab_size: int) -> Sample:
     name = f"sample {sample.sample_id}"
+    if not 0 <= sample.seed < 2**64:
+        raise PoisonSample(f"{name}: the seed must be from 0 to 2**64 - 1, got {sample.seed}")
     _check_tokens(sample.tokens, f"{name}: prefix", vocab_size)
     counts = len(sample.tokens), len(sample.logprobs), sum(segment.num_tokens for segment in sample.segments)
     if len(set(counts)) > 1:

@@ -16,7 +16,7 @@ from relax_events.events.types import FinishReason, VersionSegment
 NO_TOKEN = -1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sample:
     """A sample on its way: waiting with what it has so far, or running in a row that holds more."""
 

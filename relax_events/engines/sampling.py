@@ -15,6 +15,8 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+MAX_ELEMENTS = 2**24
+"""Logits that are drawn from at a time: float64 copies of more rows than that would outgrow the logits themselves."""
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -26,6 +28,10 @@ class RowSampling:
     temperatures: NDArray[np.float32]
     top_ps: NDArray[np.float32]
     top_ks: NDArray[np.int64]
+
+    def __getitem__(self, rows: slice) -> RowSampling:
+        """Give the sampling of some of the rows."""
+        return RowSampling(self.temperatures[rows], self.top_ps[rows], self.top_ks[rows])
 
     @property
     def restricts(self) -> bool:
@@ -39,7 +45,8 @@ def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014); the mixer is Stafford's variant 13.
     """
     mixed = _mix(_mix(seeds + _STEP) + (positions.astype(np.uint64) + np.uint64(1)) * _STEP)
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    # 52 bits, not 53: the product of the largest number and any total is then below that total.
+    return (mixed >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -62,14 +69,23 @@ def draw(
     Returns:
         Tokens, and their log-probabilities under the tempered distribution, in nats, before top-k and top-p.
     """
+    size = max(1, MAX_ELEMENTS // logits.shape[-1])
+    parts = [slice(start, start + size) for start in range(0, len(logits), size)]
+    drawn = [_draw_part(logits[part], numbers[part], sampling[part]) for part in parts]
+    return np.concatenate([tokens for tokens, _ in drawn]), np.concatenate([logprobs for _, logprobs in drawn])
+
+
+def _draw_part(
+    logits: Float[Tensor, "rows vocabulary"], numbers: NDArray[np.float64], sampling: RowSampling
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     device = logits.device
     logprobs = (logits.float() / torch.from_numpy(sampling.temperatures).to(device)[:, None]).log_softmax(-1)
     weights = logprobs.exp().double()
     if sampling.restricts:
         weights = _restrict(weights, sampling)
     cumulative = weights.cumsum(-1)
-    # Below the total by construction, also where rounding would lift the product onto it.
     thresholds = torch.from_numpy(numbers).to(device)[:, None] * cumulative[:, -1:]
+    # Only a row of NaN has no sum above its threshold.
     tokens = torch.searchsorted(cumulative, thresholds, right=True).clamp_(max=logits.shape[-1] - 1)
     drawn = logprobs.gather(-1, tokens)
     return tokens[:, 0].cpu().numpy(), drawn[:, 0].cpu().numpy()

@@ -6,8 +6,9 @@ Samples wait in a queue and join a table of running rows as rows become free:
                   ▲                                                        │
                   └──────────── restart, sleep: with the tokens so far ◀───┘
 
-On one CPU thread a sample's tokens and log-probabilities are the same bits whatever runs beside it and whenever it joins:
-its own seed draws its tokens, a step never has fewer than eight rows, and its prompt is padded by its own length alone.
+A sample's tokens and log-probabilities are the same bits whatever runs beside it and whenever it joins: its own seed draws
+its tokens, its prompt is padded by its own length alone, and a step has as many rows as `invariance` found harmless. On
+several CPU threads nothing is, and the promise falls to equality within rounding; `batch_invariance.measured` in the log says so.
 """
 
 from __future__ import annotations
@@ -23,19 +24,23 @@ import torch
 from torch import Tensor
 
 from relax_events.config import EngineConfig, ModelConfig
-from relax_events.engines.causal_model import ROW_BLOCK, CausalModel
+from relax_events.engines.causal_model import CausalModel
+from relax_events.engines.experts import ROW_BLOCK
+from relax_events.engines.invariance import Invariance, measure_invariance
 from relax_events.engines.kv_cache import RowCache
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.engines.requests import admitted_samples
 from relax_events.engines.rows import RowTable, Sample
 from relax_events.engines.sampling import draw, uniforms
 from relax_events.events.types import FinishReason
-from relax_events.weights.artifacts import Weights
+from relax_events.weights import Weights
 
 TOKEN_BLOCK = 16
 """Prompts and the length that attention sees are padded to multiples of this."""
 MAX_PREFILL_TOKENS = 8192
 """Tokens, padding included, of one prefill forward; a longer prompt goes alone."""
+Sharers = tuple[bytes, list[Sample]]
+"""A sequence of tokens, and the samples that continue it."""
 
 
 class TransformersEngine:
@@ -60,6 +65,8 @@ class TransformersEngine:
         max_rows, max_tokens = _rounded(config.max_running_samples, ROW_BLOCK), _rounded(config.max_context_tokens, TOKEN_BLOCK)
         self._cache = RowCache(max_rows=max_rows, max_tokens=max_tokens)
         self._table = RowTable(max_rows=max_rows, max_tokens=config.max_context_tokens)
+        self._max_rows = max_rows
+        self._invariance = measure_invariance(self._model, max_rows=max_rows)
         self._waiting: deque[Sample] = deque()
         self._finished: list[GeneratedSample] = []
         self._num_submitted = 0
@@ -106,8 +113,7 @@ class TransformersEngine:
         wanted = None if sample_ids is None else set(sample_ids)
         rows = [row for row, sample in enumerate(self._table.samples) if wanted is None or sample.sample_id in wanted]
         waiting = [sample for sample in self._waiting if wanted is None or sample.sample_id in wanted]
-        for sample in waiting:
-            self._waiting.remove(sample)
+        self._waiting = deque(sample for sample in self._waiting if sample not in waiting)
         return [sample.ended(FinishReason.ABORT) for sample in (*self._leave(rows), *waiting)]
 
     def load_weights(self, weights: Weights, *, on_running: Literal["swap", "restart"] = "restart") -> None:
@@ -145,42 +151,46 @@ class TransformersEngine:
     @torch.inference_mode()
     def _step(self) -> None:
         """Let waiting samples join, then decode a token in every row."""
-        for samples in self._joining():
-            self._prefill(samples)
+        if self._waiting and not self._table.num_rows:
+            self._cache.release()  # so that one long sample does not set the cache's length for the rest of the run
+        for sharers in self._joining():
+            self._prefill(sharers)
         if self._table.num_rows:
             self._decode()
 
-    def _joining(self) -> Iterator[list[Sample]]:
-        """Take waiting samples while there is room, oldest first, in lists that one prefill can take."""
+    def _joining(self) -> Iterator[list[Sharers]]:
+        """Take waiting samples while there is room, oldest first, by prefill: equal sequences once, equal padded lengths together."""
         room = self._config.max_running_samples - self._table.num_rows
-        by_length: defaultdict[int, list[Sample]] = defaultdict(list)
+        by_length: defaultdict[int, dict[bytes, list[Sample]]] = defaultdict(dict)
         for _ in range(min(room, len(self._waiting))):
             sample = self._waiting.popleft()
-            by_length[_rounded(len(sample.prompt_tokens) + len(sample.tokens), TOKEN_BLOCK)].append(sample)
-        for length, samples in by_length.items():
-            yield from _in_chunks(samples, max_sequences=max(1, MAX_PREFILL_TOKENS // length))
+            sequence = sample.sequence
+            by_length[_rounded(len(sequence), TOKEN_BLOCK)].setdefault(sequence.tobytes(), []).append(sample)
+        for length, sharers in by_length.items():
+            size = 1 if self._invariance is Invariance.FIXED_ROWS else max(1, MAX_PREFILL_TOKENS // length)
+            waiting = list(sharers.items())
+            yield from (waiting[start : start + size] for start in range(0, len(waiting), size))
 
-    def _prefill(self, samples: list[Sample]) -> None:
-        """Compute the cache of samples whose padded length is the same, each distinct sequence once, and draw their first tokens."""
-        sequences = {sample.sequence.tobytes(): None for sample in samples}
-        places = {sequence: place for place, sequence in enumerate(sequences)}
-        sources = [places[sample.sequence.tobytes()] for sample in samples]
-        arrays = [np.frombuffer(sequence, np.int32) for sequence in sequences]
-        lengths = [len(array) for array in arrays]
-        ids = np.zeros((len(arrays), _rounded(max(lengths), TOKEN_BLOCK)), np.int64)
+    def _prefill(self, sharers: list[Sharers]) -> None:
+        """Compute the cache of sequences whose padded length is the same, and draw the next token of every sample."""
+        arrays = [np.frombuffer(sequence, np.int32) for sequence, _ in sharers]
+        lengths = np.array([len(array) for array in arrays])
+        ids = np.zeros((len(arrays), _rounded(lengths.max(), TOKEN_BLOCK)), np.int64)
         for row, array in enumerate(arrays):
             ids[row, : len(array)] = array
-        logits, prompts = self._model.prefill(self._tensor(ids), self._tensor(np.array(lengths) - 1))
+        logits, prompts = self._model.prefill(self._tensor(ids), self._tensor(lengths - 1))
         first = self._table.num_rows
-        for sample in samples:
-            self._table.join(sample, policy_version=self.policy_version)
+        for _, samples in sharers:
+            for sample in samples:
+                self._table.join(sample, policy_version=self.policy_version)
         rows = slice(first, self._table.num_rows)
-        self._cache.fill(range(rows.start, rows.stop), prompts, sources=sources, num_tokens=max(lengths))
-        self._record(rows, logits[self._tensor(np.array(sources))])
+        sources = np.repeat(np.arange(len(sharers)), [len(samples) for _, samples in sharers])
+        self._cache.fill(range(rows.start, rows.stop), prompts, sources=sources.tolist(), num_tokens=int(lengths.max()))
+        self._record(rows, logits[self._tensor(sources)])
 
     def _decode(self) -> None:
         num_rows, table = self._table.num_rows, self._table
-        padded = _rounded(num_rows, ROW_BLOCK)
+        padded = self._max_rows if self._invariance is Invariance.FIXED_ROWS else _rounded(num_rows, ROW_BLOCK)
         table.next_tokens[num_rows:padded] = table.positions[num_rows:padded] = 0
         num_tokens = _rounded(int(table.positions[:num_rows].max()) + 1, TOKEN_BLOCK)
         logits = self._model.decode(
@@ -193,11 +203,12 @@ class TransformersEngine:
         seeds, counts, sampling = self._table.draws(rows)
         tokens, logprobs = draw(logits, uniforms(seeds, counts), sampling=sampling)
         ended = self._table.record(rows, tokens, logprobs)
+        self._cache.clear([row for row in ended.tolist() if not np.isfinite(logprobs[row - rows.start])])
         for sample in self._leave(ended.tolist()):
             if np.isfinite(sample.logprobs[-1]):
                 self._finished.append(sample.ended(sample.finish_reason or FinishReason.LENGTH))
             else:
-                error = f"token {len(sample.tokens)} of sample {sample.sample_id} has no finite log-probability under policy version {self.policy_version}"
+                error = f"policy version {self.policy_version} gave no finite log-probability at token {len(sample.tokens)}; are its weights finite?"
                 self._finished.append(sample.ended(FinishReason.ERROR, error=error))
 
     def _leave(self, rows: Sequence[int]) -> list[Sample]:
@@ -216,19 +227,4 @@ class TransformersEngine:
 
 
 def _rounded(count: int, block: int) -> int:
-    return -(-count // block) * block
-
-
-def _in_chunks(samples: list[Sample], *, max_sequences: int) -> Iterator[list[Sample]]:
-    """Split samples so that no list has more distinct sequences; samples of one prompt come together."""
-    chunk: list[Sample] = []
-    seen: set[bytes] = set()
-    for sample in samples:
-        sequence = sample.sequence.tobytes()
-        if sequence not in seen and len(seen) == max_sequences:
-            yield chunk
-            chunk, seen = [], set()
-        seen.add(sequence)
-        chunk.append(sample)
-    if chunk:
-        yield chunk
+    return int(-(-count // block) * block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +36,12 @@ class Deadlines:
     def options(self) -> dict[str, Any]:
         """Give the same as obstore's options."""
         return {
-            "client_options": {"connect_timeout": timedelta(seconds=self.connect_seconds), "timeout": timedelta(seconds=self.request_seconds)},
+            "client_options": {
+                "connect_timeout": timedelta(seconds=self.connect_seconds),
+                "timeout": timedelta(seconds=self.request_seconds),
+                # Read here, since options of ours take the place of all those that obstore would read from the environment.
+                "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() in {"1", "true"},
+            },
             "retry_config": {
                 "max_retries": self.max_retries,
                 "retry_timeout": timedelta(seconds=self.retry_seconds),
@@ -56,7 +62,8 @@ class Backend:
 def open_backend(uri: str, *, deadlines: Deadlines) -> Backend:
     """Open the storage that a URI names; a local directory is made if missing, a bucket is not.
 
-    Credentials and regions come from the environment, as the cloud's own tools take them.
+    Credentials, region and endpoint come from the environment, as the cloud's own tools take them; an endpoint without TLS
+    needs `AWS_ALLOW_HTTP=true`.
 
     Raises:
         ConfigError: The URI is of no known scheme, lacks a part, or can't be opened; the text names it.

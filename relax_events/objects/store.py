@@ -106,15 +106,17 @@ class ObjectStore:
             return sorted(item["path"] for item in obstore.list(self._storage, prefix or None).collect())
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects by name, in the given order on a local store; names that are gone already are passed over.
+        """Delete objects by name, a local store in the given order; names that are gone already are passed over.
 
         Raises:
             ObjectError: The store refuses.
         """
-        for key in keys:
+        checked = [self._checked(key) for key in keys]
+        batches = ([checked] if checked else []) if self._is_remote else [[key] for key in checked]
+        for batch in batches:
             try:
-                with translated("delete", self.uri(self._checked(key))):
-                    obstore.delete(self._storage, key)
+                with translated("delete", self.uri(batch[0])):
+                    obstore.delete(self._storage, batch)
             except ObjectError as error:
                 if not isinstance(error.__cause__, FileNotFoundError):
                     raise

@@ -10,7 +10,7 @@ import structlog
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import LogReader
 from relax_events.broker.records import Record
-from relax_events.errors import BrokerUnavailable, CorruptRecord, RelaxError, SchemaError
+from relax_events.errors import BrokerError, CorruptRecord, RelaxError, SchemaError
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import Command, Event, PolicyVersionPublished, RunCommanded
 from relax_events.topics import TopicPlan
@@ -82,8 +82,9 @@ class ControlFollower:
         while not self._closing.is_set():
             try:
                 records = self._reader.fetch(timeout_seconds=0.5)
-            except BrokerUnavailable as error:
+            except BrokerError as error:
                 log.warning("control.disturbed", error=str(error))
+                self._closing.wait(0.5)  # the next try may fail as fast
                 continue
             for record in records:
                 event = self._take(record)

@@ -29,8 +29,10 @@ class Drain:
         signal.signal(signal.SIGINT, self._on_signal)
 
     def on_start(self, listener: Callable[[], None]) -> None:
-        """Call `listener` when the drain starts, for loops that wait on something else."""
+        """Call `listener` when the drain starts, at once if it has, for loops that wait on something else."""
         self._listeners.append(listener)
+        if self.requested:
+            listener()
 
     def start(self) -> None:
         """Ask the worker to end."""

@@ -36,11 +36,10 @@ class JoinedGroup:
 
     def is_complete(self, evaluators: frozenset[str]) -> bool:
         """Whether every sample has its score and its evaluations."""
-        wanted = len(self.samples)
         return (
             self.is_rolled_out
             and self.scores.keys() >= self.samples.keys()
-            and all(len(self.evaluations.get(name, ())) >= wanted for name in evaluators)
+            and all(self.evaluations.get(name, {}).keys() >= self.samples.keys() for name in evaluators)
         )
 
     def ordered_samples(self) -> list[SampleRolledOut]:

@@ -37,15 +37,30 @@ def _check_arrays(event: SampleRolledOut | SampleReady, fields: tuple[str, ...])
         IssuedGroup.parse(event.prompt_group_id)
     except CorruptRecord as error:
         raise PoisonSample(f"{where}: {error}") from None
+    if event.sample_id != f"{event.prompt_group_id}/{event.sample_index}":
+        raise PoisonSample(f"{where}: sample_id must be {event.prompt_group_id}/{event.sample_index}, got {event.sample_id}")
+    if not 0 <= event.policy_version <= event.min_policy_version <= event.max_policy_version:
+        versions = f"{event.policy_version}, {event.min_policy_version}, {event.max_policy_version}"
+        raise PoisonSample(f"{where}: policy_version <= min_policy_version <= max_policy_version must hold, got {versions}")
+    if not 0 < event.temperature < np.inf:
+        raise PoisonSample(f"{where}: temperature must be above 0 and finite, got {event.temperature}")
     if not 0 <= event.sample_index < event.samples_per_prompt:
         raise PoisonSample(f"{where}: sample_index must be below samples_per_prompt, got {event.sample_index} of {event.samples_per_prompt}")
     tokens = event.tokens
     if tokens.shape in ((), (0,)) or len(tokens.shape) != 1:
         raise PoisonSample(f"{where}: tokens must be a non-empty vector, got shape {tokens.shape}")
+    if np.dtype(tokens.dtype).kind not in "iu":
+        raise PoisonSample(f"{where}: tokens must be integers, got {tokens.dtype}")
+    if not 0 <= event.num_prompt_tokens <= tokens.shape[0]:
+        raise PoisonSample(f"{where}: num_prompt_tokens must be 0 to {tokens.shape[0]}, got {event.num_prompt_tokens}")
     if not isinstance(tokens, StoredArray) and tokens.min() < 0:
         raise PoisonSample(f"{where}: tokens must be >= 0, got {tokens.min()}")
+    if not event.temperature > 0:
+        raise PoisonSample(f"{where}: temperature must be > 0, got {event.temperature}")
     for name in fields:
         _check_array(getattr(event, name), tokens.shape, f"{where}: {name}")
+    if not isinstance(event.loss_mask, StoredArray) and event.loss_mask[0]:
+        raise PoisonSample(f"{where}: loss_mask must be 0 at the first token, since nothing stands before it to predict it from")
 
 
 def _check_array(array: Array | None, shape: tuple[int, ...], what: str) -> None:

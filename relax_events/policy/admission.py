@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from relax_events.errors import CorruptRecord
 from relax_events.events.types import Outcome
+
+ID_PATTERN = re.compile("([0-9]{6,12})-([0-9]{4,12})-([0-9]{1,12})")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -37,11 +40,11 @@ class IssuedGroup:
         Raises:
             CorruptRecord: The text is no prompt group id.
         """
-        parts = prompt_group_id.split("-")
-        if len(parts) != 3 or not all(part.isascii() and part.isdigit() for part in parts):
-            raise CorruptRecord(f"{prompt_group_id!r} is no prompt group id; they look like 000012-0003-0")
-        step, index, attempt = (int(part) for part in parts)
-        return cls(Place(step, index), attempt, -1)
+        match = ID_PATTERN.fullmatch(prompt_group_id)
+        group = match and cls(Place(int(match[1]), int(match[2])), int(match[3]), -1)
+        if group is None or group.prompt_group_id != prompt_group_id:
+            raise CorruptRecord(f"{prompt_group_id[:64]!r} is no prompt group id; they look like 000012-0003-0")
+        return group
 
 
 def admitted_steps(published_version: int, *, max_staleness: int, num_steps: int) -> range:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -12,9 +13,16 @@ import structlog
 from relax_events.config import TelemetryConfig
 
 
-def configure_logs(config: TelemetryConfig, **context: Any) -> None:
-    """Set up logging for this process and bind what every event of it carries, such as role and run id."""
-    console = config.log_format == "console" or (config.log_format == "auto" and sys.stderr.isatty())
+def configure_logs(config: TelemetryConfig, *, path: Path | None = None, **context: Any) -> None:
+    """Set up logging for this process.
+
+    Args:
+        config: Level and form.
+        path: A file to append to instead of stderr.
+        context: What every event carries, such as role and run id.
+    """
+    stream = sys.stderr if path is None else path.open("a", buffering=1)
+    console = config.log_format == "console" or (config.log_format == "auto" and stream.isatty())
     renderer = structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer(serializer=_to_json)
     structlog.configure(
         processors=[
@@ -26,7 +34,7 @@ def configure_logs(config: TelemetryConfig, **context: Any) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(stream),
         cache_logger_on_first_use=False,
     )
 

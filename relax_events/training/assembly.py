@@ -51,10 +51,13 @@ class GroupAssembler:
         """Take in a record. One whose version left the window ends its prompt group as expired."""
         self._positions[record.partition] = record.offset + 1
         group_id = event.prompt_group_id
-        if group_id in self._decided or group_id in self._ended:
+        if self._is_settled(group_id):
             self.num_duplicates += 1
         elif isinstance(event, PromptGroupEnded):
             self._end(event)
+        elif event.max_policy_version > trainer_version:
+            reason = f"version {event.max_policy_version} lies ahead of the trainer's version {trainer_version}"
+            self._end(self._end_of(group_id, Outcome.FAILED, reason, event.policy_version, trainer_version))
         elif is_expired(event.policy_version, trainer_version=trainer_version, max_staleness=self._max_staleness):
             self._expire(group_id, event.policy_version, trainer_version)
         else:
@@ -63,7 +66,7 @@ class GroupAssembler:
     def reject(self, record: Record, reason: str, *, trainer_version: int) -> None:
         """Note a record that can't be used: its prompt group, if the key names one, has failed."""
         self._positions[record.partition] = record.offset + 1
-        if record.key and record.key not in self._decided and record.key not in self._ended:
+        if record.key and not self._is_settled(record.key):
             version = trainer_version if record.policy_version is None else record.policy_version
             self._end(self._end_of(record.key, Outcome.FAILED, reason, version, trainer_version))
 
@@ -74,6 +77,10 @@ class GroupAssembler:
     def fail(self, group_id: str, reason: str, *, policy_version: int, trainer_version: int) -> None:
         """End a prompt group that turned out to be untrainable."""
         self._end(self._end_of(group_id, Outcome.FAILED, reason, policy_version, trainer_version))
+
+    def _is_settled(self, group_id: str) -> bool:
+        """Tell whether nothing can change any more: what the step at hand has taken will be trained, whatever still arrives."""
+        return group_id in self._decided or group_id in self._ended or group_id in self._taken
 
     def _add_sample(self, record: Record, sample: SampleReady) -> None:
         key = (sample.prompt_group_id, sample.policy_version)

@@ -10,6 +10,7 @@ from relax_events.broker.admin import Admin
 from relax_events.broker.consumer import LogReader
 from relax_events.broker.records import OutRecord
 from relax_events.broker.transactions import TransactionalWriter
+from relax_events.errors import Fenced
 from relax_events.events.types import (
     CheckpointRef,
     ObjectRef,
@@ -78,7 +79,7 @@ class StepCommitter:
             *(self._outcome(ended) for ended in trained_outcomes(shares, train_step)),
             self._published(train_step + 1, artifact),
         ]
-        self._writer.commit(records, offsets=layout.consumed, reader=self._reader, already_real=lambda: self._is_committed(train_step))
+        self._writer.commit(records, offsets=layout.consumed, reader=self._reader, already_real=lambda: self._is_committed(step))
         return step
 
     def commit_outcomes(self, ended: Sequence[PromptGroupEnded]) -> None:
@@ -87,12 +88,25 @@ class StepCommitter:
         Their offsets follow with the step: until then a restart reads them again, and knows them as decided.
         """
         wanted = {group.prompt_group_id for group in ended}
-        self._writer.commit(
-            [self._outcome(group) for group in ended], already_real=lambda: wanted <= TrainingHistory.read(self._worker).ended_group_ids
-        )
+        self._writer.commit([self._outcome(group) for group in ended], already_real=lambda: self._are_committed(wanted))
 
-    def _is_committed(self, train_step: int) -> bool:
-        return TrainingHistory.read(self._worker).policy_version > train_step
+    def _is_committed(self, step: TrainStepCommitted) -> bool:
+        """Tell whether an unsure commit of ours became real.
+
+        Raises:
+            Fenced: Another trainer committed this step while we were not sure; what we trained is on nobody's path.
+        """
+        newer = [other for other in TrainingHistory.read(self._worker).steps if other.train_step >= step.train_step]
+        if newer and (len(newer) > 1 or newer[0].weights_digest != step.weights_digest or newer[0].sample_ids != step.sample_ids):
+            raise Fenced(f"train step {step.train_step} was committed by another trainer; end this one")
+        return bool(newer)
+
+    def _are_committed(self, group_ids: set[str]) -> bool:
+        """Tell the same of ends, which become real all or none; raises as `_is_committed`."""
+        known = group_ids & TrainingHistory.read(self._worker).ended_group_ids
+        if known and known != group_ids:
+            raise Fenced(f"the end of prompt group {min(known)} was committed by another trainer; end this one")
+        return bool(known)
 
     def _outcome(self, ended: PromptGroupEnded) -> OutRecord:
         self._worker.metrics.ended(ended.outcome)

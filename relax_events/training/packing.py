@@ -102,7 +102,7 @@ class MicroBatcher:
         return samples or None
 
 
-def pack(samples: Sequence[TokenSequence], *, vocab_size: int, share_rows: bool = True) -> PackedBatch:
+def pack(samples: Sequence[TokenSequence], *, vocab_size: int, share_rows: bool = True, row_multiple: int = 1) -> PackedBatch:
     """Lay samples into rows, positions starting at 0 for each sample.
 
     Packed samples are told apart by their positions alone: the model must get no attention mask and `use_cache=False`, since with either of
@@ -112,6 +112,7 @@ def pack(samples: Sequence[TokenSequence], *, vocab_size: int, share_rows: bool 
         samples: At least one.
         vocab_size: Bound of token ids.
         share_rows: Whether several samples may stand in one row; for models that can't keep them apart, False.
+        row_multiple: Rows are padded to a multiple of so many tokens.
     Returns:
         The arrays of the micro-batch; loss tokens are in the order of the samples.
     Raises:
@@ -128,8 +129,8 @@ def pack(samples: Sequence[TokenSequence], *, vocab_size: int, share_rows: bool 
         raise PoisonSample(
             f"sample {sample.sample_id}: token id {tokens[at]} is outside the vocabulary of {vocab_size}; was it made with another tokenizer?"
         )
-    cells, num_rows = _row_layout(lengths, share_rows=share_rows)
-    row_length = int(lengths.max())
+    row_length = padded_length(int(lengths.max()), multiple=row_multiple)
+    cells, num_rows = _row_layout(lengths, row_length=row_length, share_rows=share_rows)
     places = np.arange(len(tokens)) + np.repeat(cells - first, lengths)
     input_ids = np.zeros(num_rows * row_length, np.int64)
     input_ids[places] = tokens
@@ -162,9 +163,13 @@ def _checked_length(sample: TokenSequence) -> int:
     return len(tokens)
 
 
-def _row_layout(lengths: NDArray[np.int64], *, share_rows: bool) -> tuple[NDArray[np.int64], int]:
+def padded_length(length: int, *, multiple: int) -> int:
+    """Round a length up to a multiple."""
+    return -(-length // multiple) * multiple
+
+
+def _row_layout(lengths: NDArray[np.int64], *, row_length: int, share_rows: bool) -> tuple[NDArray[np.int64], int]:
     """Give the cell where each sample starts, and the number of rows: first fit, longest sample first."""
-    row_length = int(lengths.max())
     if not share_rows:
         return np.arange(len(lengths)) * row_length, len(lengths)
     cells = np.empty(len(lengths), np.int64)

@@ -9,10 +9,24 @@ from contextlib import contextmanager
 
 
 class Phases:
-    """Seconds by phase of one step."""
+    """Seconds by phase of one step. What comes after the step's figures were written (its commit) counts to the next step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self._written: dict[str, float] = {}
+
+    def written(self) -> dict[str, float]:
+        """Return the seconds so far, for the step's record."""
+        self._written = dict(self.seconds)
+        return self._written
+
+    def successor(self) -> Phases:
+        """Return the next step's phases, with what this one spent since its figures were written."""
+        following = Phases()
+        following.seconds |= {
+            phase: rest for phase, seconds in self.seconds.items() if self._written and (rest := seconds - self._written.get(phase, 0.0)) > 0
+        }
+        return following
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:

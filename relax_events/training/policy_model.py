@@ -18,6 +18,7 @@ from relax_events.config import ModelConfig
 from relax_events.errors import ConfigError, WeightsError
 from relax_events.training.packing import PackedBatch
 
+HEAD_ROWS = 8  # below eight rows the CPU's matrix product sums in another order, and a token's bits would depend on its company
 MAX_LOGITS_ELEMENTS = 2**26
 """Above this, the head works in chunks and is computed again in the backward pass: 256 MiB of float32 at a time."""
 ISOLATION_TOLERANCE = {torch.bfloat16: 5e-2, torch.float32: 1e-4, torch.float64: 1e-4}
@@ -86,7 +87,11 @@ class PolicyModel:
         hidden = self._hidden(input_ids, position_ids).flatten(0, 1).index_select(0, positions)
         chunk = max(1, MAX_LOGITS_ELEMENTS // self.vocab_size)
         if len(targets) <= chunk:
-            return TokenLogprobs(*self._head_logprobs(hidden, targets, temperatures))
+            num_tokens, missing = len(targets), -len(targets) % HEAD_ROWS
+            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, missing))
+            targets, temperatures = (torch.nn.functional.pad(values, (0, missing), value=1) for values in (targets, temperatures))
+            logprobs, entropies = self._head_logprobs(hidden, targets, temperatures)
+            return TokenLogprobs(logprobs[:num_tokens], entropies[:num_tokens])
         pieces = zip(hidden.split(chunk), targets.split(chunk), temperatures.split(chunk), strict=True)
         parts = [checkpoint(self._head_logprobs, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
         return TokenLogprobs(torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))

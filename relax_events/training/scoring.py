@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,16 +12,22 @@ import torch
 from numpy.typing import NDArray
 
 from relax_events.config import ModelConfig
-from relax_events.training.packing import TokenSequence, pack, pack_order, plain
+from relax_events.training.packing import TokenSequence, pack, pack_order, padded_length, plain
 from relax_events.training.policy_model import PolicyModel, choose_device
 from relax_events.training.torch_backend import make_deterministic
 
 if TYPE_CHECKING:
     from relax_events.weights.manifest import Weights
 
+ROW_TOKENS = 16
+
 
 class LogprobScorer:
-    """Scores samples with the very forward that the trainer uses, so the two agree to the last bits."""
+    """Scores samples with the model code that the trainer uses.
+
+    On one CPU thread a sample's scores are the same bits whatever is scored beside it, so that a run does not depend on how
+    its records happened to be fetched.
+    """
 
     def __init__(self, model_path: Path, *, model: ModelConfig, threads: int, max_tokens: int) -> None:
         """Load a model at version 0.
@@ -49,11 +56,18 @@ class LogprobScorer:
         Raises:
             PoisonSample: A sample can't be scored; the text names it.
         """
-        lengths = [len(plain(sample, "tokens")) for sample in samples]
-        return [scores for part in pack_order(lengths, max_tokens=self._max_tokens) for scores in self._score_packed(samples[part])]
+        alike: dict[int, list[int]] = defaultdict(list)
+        for index, sample in enumerate(samples):
+            alike[padded_length(len(plain(sample, "tokens")), multiple=ROW_TOKENS)].append(index)
+        scores: dict[int, NDArray[np.float32]] = {}
+        for length, indices in alike.items():
+            for part in pack_order([length] * len(indices), max_tokens=self._max_tokens):
+                scores |= zip(indices[part], self._score_rows([samples[index] for index in indices[part]]), strict=True)
+        return [scores[index] for index in range(len(samples))]
 
-    def _score_packed(self, samples: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
-        batch = pack(samples, vocab_size=self._model.vocab_size, share_rows=self._model.shares_rows)
+    def _score_rows(self, samples: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
+        """Score samples of one padded length, each in a row of its own: the bits of each depend on nothing but itself."""
+        batch = pack(samples, vocab_size=self._model.vocab_size, share_rows=False, row_multiple=ROW_TOKENS)
         with torch.inference_mode():
             logprobs = self._model.token_logprobs(batch).logprobs.float().cpu().numpy()
         masks = [plain(sample, "loss_mask").astype(bool) for sample in samples]

@@ -74,3 +74,14 @@ def test_load_weights_keeps_version_and_scores_when_they_do_not_fit():
     assert mine.policy_version == 0
     for values, expected in zip(mine.score(SAMPLES), before, strict=True):
         np.testing.assert_array_equal(values, expected)
+
+
+def test_scores_are_the_same_bits_in_any_company():
+    samples = make_samples(24, seed=9)
+    together = scorer(max_tokens=10_000).score(samples)
+    generator = np.random.default_rng(0)
+    for max_tokens in (1, 64, 10_000):
+        order = generator.permutation(len(samples))
+        shuffled = scorer(max_tokens=max_tokens).score([samples[index] for index in order])
+        for index, values in zip(order, shuffled, strict=True):
+            assert values.tobytes() == together[index].tobytes()

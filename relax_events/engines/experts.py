@@ -1,0 +1,42 @@
+"""A mixture-of-experts layer whose result for a token does not depend on the other tokens, for the CPU.
+
+An expert gets as many rows as there are tokens routed to it, and CPU kernels round a product of one to three rows
+otherwise than one of more; so every expert's rows are padded, as those of the whole step are.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+ROW_BLOCK = 8
+"""Rows of a product are padded to a multiple of this."""
+NAME = "relax_padded"
+
+
+def use_padded_experts(module: PreTrainedModel) -> None:
+    """Let a model's experts compute by `padded_experts`, where it has experts of the usual form."""
+    experts = [part for part in module.modules() if hasattr(part, "gate_up_proj") and hasattr(part, "num_experts")]
+    if experts and all(part.has_gate and not part.has_bias and not part.is_transposed for part in experts):
+        ALL_EXPERTS_FUNCTIONS.register(NAME, padded_experts)
+        module.set_experts_implementation(NAME)
+
+
+def padded_experts(
+    module: nn.Module,
+    hidden_states: Float[Tensor, "tokens hidden"],
+    top_k_index: Int[Tensor, "tokens chosen"],
+    top_k_weights: Float[Tensor, "tokens chosen"],
+) -> Float[Tensor, "tokens hidden"]:
+    """Sum the chosen experts' outputs for each token, in the order of the router's choice."""
+    outputs = hidden_states.new_zeros(*top_k_index.shape, hidden_states.shape[-1])
+    gate_up, down = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
+    for expert in top_k_index.unique().tolist():  # type: ignore[no-untyped-call]
+        tokens, places = torch.where(top_k_index == expert)
+        rows = nn.functional.pad(hidden_states[tokens], (0, 0, 0, -len(tokens) % ROW_BLOCK))
+        activated = module._apply_gate(nn.functional.linear(rows, gate_up[expert]))  # type: ignore[operator]  # noqa: SLF001
+        outputs[tokens, places] = nn.functional.linear(activated, down[expert])[: len(tokens)]
+    return (outputs * top_k_weights[..., None]).sum(dim=1).to(hidden_states.dtype)

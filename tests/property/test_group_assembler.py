@@ -1,0 +1,232 @@
+"""The assembler decides each prompt group once, whatever arrives in whatever order, and a restart decides the rest alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from event_samples import ended, ready
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_events.broker.records import Record
+from relax_events.events.types import Outcome, PromptGroupEnded, SampleReady
+from relax_events.policy import ReadyGroup
+from relax_events.training.assembly import GroupAssembler
+
+TOPIC = "relax.test.advantage.samples"
+MAX_STALENESS = 1
+SHARDS = 2
+Item = SampleReady | PromptGroupEnded
+
+
+def partition_of(group_id: str, version: int) -> int:
+    """Version 0 and 2 share a slot of a ring of two, as close as versions may lie."""
+    return version % 2 * SHARDS + int(group_id[10]) % SHARDS
+
+
+@st.composite
+def logs(draw: st.DrawFn) -> list[tuple[Record, Item]]:
+    """Draw a topic's records: prompt groups, some generated again at a later version, some doubled, some with a tombstone."""
+    events: list[tuple[int, Item]] = []
+    for index in range(4):
+        group_id = f"000000-000{index}-0"
+        for version in draw(st.sets(st.integers(0, 2), min_size=1, max_size=2)):
+            events += [(partition_of(group_id, version), ready(group_id, sample, version=version)) for sample in range(2)]
+        if draw(st.booleans()):
+            events.append((partition_of(group_id, 1), ended(group_id, version=1)))
+    events += draw(st.lists(st.sampled_from(events), max_size=6))
+    offsets: Counter[int] = Counter()
+    log = []
+    for partition, event in draw(st.permutations(events)):
+        log.append((Record(TOPIC, partition, offsets[partition], event.prompt_group_id, b"", {}, 0), event))
+        offsets[partition] += 1
+    return log
+
+
+class Trainer:
+    """A trainer around the assembler: it takes what is ready, commits ends at once, and a step's groups with the offsets."""
+
+    def __init__(self, log: list[tuple[Record, Item]], *, decided: set[str], positions: dict[int, int], version: int) -> None:
+        self._log = [(record, event) for record, event in log if record.offset >= positions.get(record.partition, 0)]
+        self.version = version
+        self.assembler = GroupAssembler(topic=TOPIC, max_staleness=MAX_STALENESS, decided=set(decided))
+        self.committed: Counter[str] = Counter()
+        self.outcomes: dict[str, Outcome] = {}
+        self.positions = dict(positions)
+
+    def work(self, num_records: int, *, step_every: int) -> None:
+        """Read records one by one; after every few of them, train and commit a step."""
+        taken: list[ReadyGroup] = []
+        for count, (record, event) in enumerate(self._log[:num_records], start=1):
+            if isinstance(event, SampleReady) and event.policy_version > self.version:
+                self.version = event.policy_version
+                self._step(taken)
+                taken = []
+            self.assembler.add(record, event, trainer_version=self.version)
+            self._commit_ends()
+            for group in self.assembler.ready():
+                placed = self.assembler.take(group)
+                assert [item.sample.sample_index for item in placed] == [0, 1]
+                assert all(self.version - item.sample.policy_version <= MAX_STALENESS for item in placed)
+                taken.append(group)
+            if count % step_every == 0:
+                self._step(taken)
+                taken = []
+
+    def _step(self, taken: list[ReadyGroup]) -> None:
+        """What one transaction makes real; a crash before it leaves the taken groups undecided."""
+        for group in taken:
+            self._commit(group.prompt_group_id, Outcome.TRAINED)
+        self.assembler.decide([group.prompt_group_id for group in taken])
+        self.positions |= {offset.partition: offset.offset for offset in self.assembler.consumed()}
+        self.assembler.advance(self.version)
+        self._commit_ends()
+
+    def _commit_ends(self) -> None:
+        ends = self.assembler.pending_ends()
+        for end in ends:
+            self._commit(end.prompt_group_id, end.outcome)
+        self.assembler.decide([end.prompt_group_id for end in ends])
+
+    def _commit(self, group_id: str, outcome: Outcome) -> None:
+        self.committed[group_id] += 1
+        self.outcomes[group_id] = outcome
+
+
+@given(log=logs(), step_every=st.integers(1, 5))
+def test_every_group_is_decided_once(log: list[tuple[Record, Item]], step_every: int) -> None:
+    trainer = Trainer(log, decided=set(), positions={}, version=0)
+    trainer.work(len(log), step_every=step_every)
+    trainer.work(0, step_every=1)
+    trainer._step([])
+    assert max(trainer.committed.values(), default=1) == 1
+
+
+@given(log=logs(), step_every=st.integers(1, 5), data=st.data())
+def test_restart_decides_every_group_once(log: list[tuple[Record, Item]], step_every: int, data: st.DataObject) -> None:
+    """The successor knows the committed ends and positions only; between both lives each prompt group ends exactly once."""
+    crash = data.draw(st.integers(0, len(log)))
+    first = Trainer(log, decided=set(), positions={}, version=0)
+    first.work(crash, step_every=step_every)
+    second = Trainer(log, decided=set(first.committed), positions=first.positions, version=first.version)
+    second.work(len(log), step_every=1)
+    second.version += MAX_STALENESS + 1
+    second._step([])
+    both = first.committed + second.committed
+    assert both == Counter({f"000000-000{index}-0": 1 for index in range(4)})
+
+
+def record(offset: int, *, key: str = "000000-0000-0", partition: int = 0, headers: dict[str, str] | None = None) -> Record:
+    return Record(TOPIC, partition, offset, key, b"", headers or {}, 0)
+
+
+def open_assembler() -> GroupAssembler:
+    return GroupAssembler(topic=TOPIC, max_staleness=MAX_STALENESS, decided=set())
+
+
+def add_group(assembler: GroupAssembler, group_id: str, *, version: int, offset: int, trainer_version: int) -> None:
+    for index in range(2):
+        assembler.add(record(offset + index, key=group_id), ready(group_id, index, version=version), trainer_version=trainer_version)
+
+
+def ends_of(assembler: GroupAssembler) -> list[tuple[str, Outcome]]:
+    return [(end.prompt_group_id, end.outcome) for end in assembler.pending_ends()]
+
+
+def consumed(assembler: GroupAssembler) -> dict[int, int]:
+    return {offset.partition: offset.offset for offset in assembler.consumed()}
+
+
+def test_group_is_ready_once_when_it_is_complete() -> None:
+    assembler = open_assembler()
+    assembler.add(record(0), ready(index=1, version=0), trainer_version=0)
+    assert assembler.ready() == []
+    assembler.add(record(1), ready(index=0, version=0), trainer_version=0)
+    (group,) = assembler.ready()
+    assert group == ReadyGroup(0, 0, 0, 0, "000000-0000-0")
+    assert [placed.offset for placed in assembler.take(group)] == [1, 0]
+    assert assembler.ready() == []
+
+
+def test_records_are_held_until_their_group_is_decided() -> None:
+    assembler = open_assembler()
+    add_group(assembler, "000000-0000-0", version=0, offset=5, trainer_version=0)
+    add_group(assembler, "000000-0001-0", version=0, offset=7, trainer_version=0)
+    assert consumed(assembler) == {0: 5}
+    for group in assembler.ready():
+        assembler.take(group)
+    assert consumed(assembler) == {0: 5}
+    assembler.decide(["000000-0001-0"])
+    assert consumed(assembler) == {0: 5}
+    assembler.decide(["000000-0000-0"])
+    assert consumed(assembler) == {0: 9}
+
+
+def test_tombstone_is_too_late_when_the_group_is_being_trained() -> None:
+    assembler = open_assembler()
+    add_group(assembler, "000000-0000-0", version=0, offset=0, trainer_version=0)
+    assembler.take(assembler.ready()[0])
+    assembler.add(record(2), ended(version=0), trainer_version=0)
+    assembler.reject(record(3), "poison", trainer_version=0)
+    assert assembler.pending_ends() == []
+    assert assembler.num_duplicates == 1
+
+
+def test_tombstone_ends_a_group_that_waits() -> None:
+    assembler = open_assembler()
+    add_group(assembler, "000000-0000-0", version=0, offset=0, trainer_version=0)
+    assembler.add(record(2), ended(outcome=Outcome.FILTERED), trainer_version=0)
+    assert (assembler.ready(), ends_of(assembler)) == ([], [("000000-0000-0", Outcome.FILTERED)])
+    assert consumed(assembler) == {0: 3}
+
+
+def test_waiting_group_expires_when_the_trainer_moves_on() -> None:
+    assembler = open_assembler()
+    add_group(assembler, "000000-0000-0", version=0, offset=0, trainer_version=0)
+    assembler.advance(1)
+    assert len(assembler.ready()) == 1
+    assembler.advance(2)
+    (end,) = assembler.pending_ends()
+    assert (end.outcome, end.policy_version, end.trainer_version) == (Outcome.EXPIRED, 0, 2)
+    assert end.reason == "version 0 left the window of version 2"
+    assert assembler.ready() == []
+
+
+def test_expired_generation_gives_way_to_one_that_is_in_the_window() -> None:
+    assembler = open_assembler()
+    add_group(assembler, "000000-0000-0", version=0, offset=0, trainer_version=1)
+    add_group(assembler, "000000-0000-0", version=1, offset=2, trainer_version=1)
+    assembler.advance(2)
+    assert assembler.pending_ends() == []
+    assert [group.policy_version for group in assembler.ready()] == [1]
+    assert consumed(assembler) == {0: 2}
+
+
+def test_stale_sample_ends_its_group_when_it_arrives_late() -> None:
+    assembler = open_assembler()
+    assembler.add(record(0), ready(version=0), trainer_version=2)
+    assert ends_of(assembler) == [("000000-0000-0", Outcome.EXPIRED)]
+
+
+def test_sample_from_the_future_fails_its_group() -> None:
+    assembler = open_assembler()
+    assembler.add(record(0), ready(version=5), trainer_version=2)
+    (end,) = assembler.pending_ends()
+    assert (end.outcome, end.reason) == (Outcome.FAILED, "version 5 lies ahead of the trainer's version 2")
+
+
+def test_rejected_record_fails_its_group() -> None:
+    assembler = open_assembler()
+    assembler.add(record(0), ready(version=0), trainer_version=1)
+    assembler.reject(record(1, headers={"policy-version": "0"}), "poison: tokens must be finite", trainer_version=1)
+    (end,) = assembler.pending_ends()
+    assert (end.outcome, end.reason, end.policy_version) == (Outcome.FAILED, "poison: tokens must be finite", 0)
+    assembler.skip(record(2, key=""))
+    assert consumed(assembler) == {0: 3}
+
+
+def test_failed_group_ends_with_its_reason() -> None:
+    assembler = open_assembler()
+    add_group(assembler, "000000-0000-0", version=0, offset=0, trainer_version=0)
+    assembler.fail("000000-0000-0", "too long", policy_version=0, trainer_version=0)
+    assert ends_of(assembler) == [("000000-0000-0", Outcome.FAILED)]

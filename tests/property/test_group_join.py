@@ -1,0 +1,162 @@
+"""The join gives each prompt group once, complete, whatever the order, and never lets go of a record that is still needed."""
+
+from __future__ import annotations
+
+from event_samples import evaluated, rolled_out, scored
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_events.broker.records import Record
+from relax_events.events.types import SampleEvaluated, SampleRolledOut, SampleScored
+from relax_events.pipeline.join import GroupJoin, JoinedGroup
+
+Sample = SampleRolledOut | SampleScored | SampleEvaluated
+EVALUATORS = frozenset({"reference", "actor"})
+KEYS = [("000000-0000-0", 0), ("000000-0001-0", 0), ("000000-0001-0", 1), ("000001-0000-0", 1)]
+
+
+def events_of(group_id: str, version: int) -> list[tuple[str, Sample]]:
+    """All that belongs to one generation of a prompt group of two samples, with the topics."""
+    events: list[tuple[str, Sample]] = []
+    for index in range(2):
+        events.append(("rollout.samples", rolled_out(group_id, index, version=version)))
+        events.append(("reward.scores", scored(group_id, index, version=version)))
+        events += [(f"{name}.logprobs", evaluated(group_id, index, version=version, evaluator=name)) for name in sorted(EVALUATORS)]
+    return events
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> list[tuple[Record, Sample]]:
+    """Draw any order of all records of several prompt groups, some of them twice."""
+    events = [event for key in KEYS for event in events_of(*key)]
+    events += draw(st.lists(st.sampled_from(events), max_size=10))
+    offsets: dict[tuple[str, int], int] = {}
+    placed = []
+    for topic, event in draw(st.permutations(events)):
+        place = (topic, event.policy_version)
+        offsets[place] = offsets.get(place, -1) + 1
+        headers = {"policy-version": str(event.policy_version)}
+        placed.append((Record(topic, place[1], offsets[place], event.prompt_group_id, b"", headers, 0), event))
+    return placed
+
+
+def marks_of(join: GroupJoin) -> dict[tuple[str, int], int]:
+    return {(mark.topic, mark.partition): mark.offset for mark in join.low_watermarks()}
+
+
+@given(arrivals())
+def test_each_generation_is_complete_exactly_once_in_any_order(sequence: list[tuple[Record, Sample]]) -> None:
+    join = GroupJoin(evaluators=EVALUATORS)
+    complete: list[JoinedGroup] = []
+    for record, event in sequence:
+        if (group := join.add(record, event)) is not None:
+            complete.append(group)
+            join.close(group)
+    assert sorted((group.prompt_group_id, group.policy_version) for group in complete) == sorted(KEYS)
+    for group in complete:
+        assert [sample.sample_index for sample in group.ordered_samples()] == [0, 1]
+        assert group.scores.keys() == group.samples.keys()
+        assert all(group.evaluations[name].keys() == group.samples.keys() for name in EVALUATORS)
+    assert join.num_open == 0
+
+
+@given(arrivals())
+def test_low_watermark_stays_below_open_groups_and_reaches_the_end_when_all_are_closed(sequence: list[tuple[Record, Sample]]) -> None:
+    join = GroupJoin(evaluators=EVALUATORS)
+    seen: list[tuple[Record, tuple[str, int]]] = []
+    finished: set[tuple[str, int]] = set()
+    previous: dict[tuple[str, int], int] = {}
+    for record, event in sequence:
+        key = (event.prompt_group_id, event.policy_version)
+        if key not in finished:
+            seen.append((record, key))
+        if (group := join.add(record, event)) is not None:
+            join.close(group)
+            finished.add(key)
+        marks = marks_of(join)
+        assert all(marks[place] >= mark for place, mark in previous.items())
+        assert all(record.offset >= marks[record.topic, record.partition] for record, key in seen if key not in finished)
+        previous = marks
+    ends: dict[tuple[str, int], int] = {}
+    for record, _ in sequence:
+        ends[record.topic, record.partition] = record.offset + 1
+    assert marks_of(join) == ends
+
+
+@given(arrivals(), st.data())
+def test_crash_at_any_point_loses_no_group(sequence: list[tuple[Record, Sample]], data: st.DataObject) -> None:
+    """A successor that starts at the committed marks completes whatever the dead worker did not."""
+    crash = data.draw(st.integers(0, len(sequence)))
+    join, emitted = GroupJoin(evaluators=EVALUATORS), set()
+    for record, event in sequence[:crash]:
+        if (group := join.add(record, event)) is not None:
+            join.close(group)
+            emitted.add((group.prompt_group_id, group.policy_version))
+    marks = marks_of(join)
+    successor = GroupJoin(evaluators=EVALUATORS)
+    for record, event in sequence:
+        if record.offset >= marks.get((record.topic, record.partition), 0) and (group := successor.add(record, event)) is not None:
+            successor.close(group)
+            emitted.add((group.prompt_group_id, group.policy_version))
+    assert emitted == set(KEYS)
+
+
+@given(arrivals())
+def test_dropped_partition_is_forgotten_and_others_stay(sequence: list[tuple[Record, Sample]]) -> None:
+    join = GroupJoin(evaluators=EVALUATORS)
+    for record, event in sequence[: len(sequence) // 2]:
+        if (group := join.add(record, event)) is not None:
+            join.close(group)
+    before = marks_of(join)
+    for topic in ("rollout.samples", "reward.scores", "reference.logprobs", "actor.logprobs"):
+        join.drop_partition(topic, 1)
+    assert marks_of(join) == {place: mark for place, mark in before.items() if place[1] != 1}
+    for record, event in sequence:
+        if event.policy_version == 1 and (group := join.add(record, event)) is not None:
+            join.close(group)
+    again = marks_of(join)
+    assert all(again[record.topic, 1] > record.offset for record, event in sequence if event.policy_version == 1)
+
+
+def record_of(offset: int, key: str, *, version: int | None = 0, topic: str = "rollout.samples") -> Record:
+    return Record(topic, 0, offset, key, b"", {} if version is None else {"policy-version": str(version)}, 0)
+
+
+def test_poisoned_group_is_over_and_late_records_of_it_are_ignored() -> None:
+    join = GroupJoin(evaluators=frozenset())
+    assert join.add(record_of(0, "000000-0000-0"), rolled_out()) is None
+    group = join.poison(record_of(1, "000000-0000-0"), "tokens must be finite")
+    assert group is not None
+    assert group.poisoned == "tokens must be finite"
+    assert list(group.samples) == ["000000-0000-0/0"]
+    join.close(group)
+    assert join.poison(record_of(2, "000000-0000-0"), "again") is None
+    assert join.add(record_of(3, "000000-0000-0"), rolled_out(index=1)) is None
+    assert marks_of(join) == {("rollout.samples", 0): 4}
+
+
+def test_expired_groups_are_those_below_the_window() -> None:
+    join = GroupJoin(evaluators=frozenset())
+    for offset, (group_id, version) in enumerate(KEYS):
+        join.add(record_of(offset, group_id, version=version), rolled_out(group_id, version=version))
+    assert [(group.prompt_group_id, group.is_rolled_out) for group in join.expired(1)] == [("000000-0000-0", False), ("000000-0001-0", False)]
+    for group in join.expired(1):
+        join.close(group)
+    assert join.expired(1) == []
+    assert marks_of(join) == {("rollout.samples", 0): 2}
+
+
+def test_evaluations_of_other_samples_do_not_complete_a_group() -> None:
+    join = GroupJoin(evaluators=frozenset({"reference"}))
+    for index in range(2):
+        join.add(record_of(index, "g"), rolled_out(index=index))
+        join.add(record_of(index, "g", topic="reward.scores"), scored(index=index))
+    join.add(record_of(0, "g", topic="reference.logprobs"), evaluated(index=0))
+    assert join.add(record_of(1, "g", topic="reference.logprobs"), evaluated(index=7)) is None
+    assert join.add(record_of(2, "g", topic="reference.logprobs"), evaluated(index=1)) is not None
+
+
+def test_record_that_is_passed_over_moves_the_watermark() -> None:
+    join = GroupJoin(evaluators=frozenset())
+    join.pass_over(record_of(4, "g"))
+    assert marks_of(join) == {("rollout.samples", 0): 5}

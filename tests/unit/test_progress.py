@@ -1,0 +1,296 @@
+"""What a person sees of a running run: figures, workers, the live panel, and lines in a log."""
+
+import math
+import time
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from relax_events.control.progress import ProgressDisplay
+from relax_events.control.progress_figures import ProgressFigures, WorkerRow, WorkerTable
+from relax_events.control.progress_panel import ProgressPanel, clock, fit, sparkline
+from relax_events.control.run_state import RunState
+from relax_events.events.types import MetricsReported, Outcome, WorkerState
+from tests.unit.run_events import beat, run_config, train_step
+
+LAG = {"reward": {0: 1, 1: 2}, "trainer": {1: 9}}
+
+
+class Hand:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def state_of(*steps: float, since: float = 100.0) -> RunState:
+    """Return a state with steps committed so many seconds after `since`."""
+    state = RunState(policy_version=len(steps))
+    for index, seconds in enumerate(steps):
+        state.note(train_step(index, at_seconds=since + seconds, reward_mean=index / 10))
+    return state
+
+
+def figures_of(state: RunState, since: float = 100.0, *, num_steps: int = 4) -> ProgressFigures:
+    return ProgressFigures.of(run_config(num_steps=num_steps), state, lag=LAG, since_micros=int(since * 1e6))
+
+
+def test_figures_give_rates_and_remaining_time_from_commit_to_commit() -> None:
+    figures = figures_of(state_of(1.0, 2.0, 5.0), num_steps=7)
+    assert (figures.step, figures.num_steps, figures.policy_version, figures.num_lagging) == (3, 7, 3, 12)
+    assert (figures.reward, figures.loss, figures.kl_estimate) == (0.2, 0.25, 0.003)
+    assert figures.rewards == (0.0, 0.1, 0.2)
+    assert (figures.staleness_mean, figures.staleness_max) == (0.5, 1)
+    assert figures.tokens_per_second == pytest.approx(50.0)  # 200 tokens of the steps after the first, in 4 seconds
+    assert figures.samples_per_second == pytest.approx(1.0)
+    assert figures.remaining_seconds == pytest.approx(8.0)  # four steps of two seconds each
+
+
+def test_figures_leave_out_earlier_sessions_when_a_run_is_taken_up_again() -> None:
+    state = state_of(-5000.0, -4999.0, 1.0, 3.0, since=10_000.0)
+    figures = figures_of(state, since=10_000.0, num_steps=5)
+    assert figures.tokens_per_second == pytest.approx(50.0)
+    assert figures.remaining_seconds == pytest.approx(2.0)
+
+
+def test_figures_take_the_phases_of_a_step_that_stands_alone() -> None:
+    assert figures_of(state_of(1.0)).tokens_per_second == pytest.approx(200.0)
+
+
+def test_figures_are_unknown_before_the_first_step_and_where_the_trainer_tells_none() -> None:
+    empty = ProgressFigures.of(run_config(), RunState(), lag={}, since_micros=0)
+    assert (empty.step, empty.reward, empty.staleness_max, empty.tokens_per_second, empty.remaining_seconds) == (0, None, None, None, None)
+    state = state_of(1.0)
+    state.steps[0].figures.clear()
+    bare = figures_of(state)
+    assert (bare.reward, bare.loss, bare.rewards, bare.tokens_per_second) == (None, None, (), 0.0)
+
+
+def test_worker_table_tells_states_apart() -> None:
+    table = WorkerTable(run_config(), since_micros=int(50e6))
+    state = RunState()
+    for worker_id, at, kind in (
+        ("rollout-0", 99.5, WorkerState.WORKING),
+        ("reward-0", 60.0, WorkerState.WORKING),
+        ("trainer-0", 99.0, WorkerState.WORKING),
+        ("trainer-1", 99.0, WorkerState.IDLE),
+        ("controller-0", 99.0, WorkerState.STOPPED),
+        ("prompter-0", 10.0, WorkerState.WORKING),
+        ("advantage-3", 10.0, WorkerState.WORKING),
+    ):
+        state.note(beat(worker_id, at_seconds=at, state=kind))
+    state.note(MetricsReported(worker_id="rollout-0", role="rollout", values={"records_per_second": 12.5}))
+    alive = dict.fromkeys(["rollout-0", "reward-0", "prompter-0", "rollout-9"], True)
+    rows = {row.worker_id: row for row in table.rows(state, alive=alive, now_micros=int(100e6))}
+    assert {name: row.state for name, row in rows.items()} == {
+        "controller-0": "stopped",
+        "metrics-0": "waiting",
+        "prompter-0": "starting",  # its beat is of an earlier session
+        "rollout-0": "working",
+        "rollout-9": "starting",
+        "reward-0": "silent",
+        "advantage-0": "waiting",
+        "trainer-0": "down",
+        "trainer-1": "idle",  # a rank: this process did not start it itself
+    }
+    assert list(rows) == [
+        *("controller-0", "metrics-0", "prompter-0", "rollout-0", "rollout-9", "reward-0", "advantage-0"),
+        *("trainer-0", "trainer-1"),
+    ]
+    told = rows["rollout-0"]
+    assert (told.num_processed, told.num_in_flight, told.policy_version, told.records_per_second) == (7, 3, 2, 12.5)
+    assert told.beat_age_seconds == pytest.approx(0.5)
+    assert [name for name, row in rows.items() if not row.is_well] == ["reward-0", "trainer-0"]
+
+
+def test_worker_table_counts_a_restart_when_another_process_beats() -> None:
+    table, state = WorkerTable(run_config(), since_micros=0), RunState()
+    counts = []
+    for pid in (1, 1, 2, 3):
+        state.note(beat("rollout-0", at_seconds=1, pid=pid))
+        rows = table.rows(state, alive={"rollout-0": True}, now_micros=int(1e6))
+        counts.append(next(row.num_restarts for row in rows if row.worker_id == "rollout-0"))
+    assert counts == [0, 0, 1, 2]
+
+
+def drawn(width: int, height: int, *, num_workers: int = 4, num_slots: int = 4, encoding: str = "utf-8") -> list[str]:
+    """Return the panel's lines in a window of this size."""
+    workers = [
+        WorkerRow(worker_id=f"rollout-{index}", state="down" if index == 40 else "working", is_well=index != 40) for index in range(num_workers)
+    ]
+    panel = ProgressPanel(run_id="shown", elapsed_seconds=61, figures=figures_of(state_of(1.0, 2.0)), workers=workers, lag=LAG, num_slots=num_slots)
+    stream = StringIO()
+    console = Console(file=stream, width=width, height=height, force_terminal=True, color_system=None, legacy_windows=False)
+    options = console.options.update()
+    options.encoding = encoding
+    return ["".join(segment.text for segment in line).rstrip() for line in console.render_lines(panel, options, pad=False)]
+
+
+def test_panel_shows_figures_workers_and_lag_in_a_usual_window() -> None:
+    lines = drawn(100, 30)
+    text = "\n".join(lines)
+    for part in ("relax run shown", "step 2/4", "50%", "reward 0.1", "loss 0.25", "kl 0.003", "policy version 2", "max 1", "tokens/s 100", "0:01:01"):
+        assert part in text
+    assert next(line for line in lines if "lag in records" in line).split() == [
+        "lag",
+        "in",
+        "records",
+        "slot",
+        "0",
+        "slot",
+        "1",
+        "slot",
+        "2",
+        "*v2",
+        "slot",
+        "3",
+    ]
+    assert next(line for line in lines if line.strip().startswith("trainer")).split() == ["trainer", "-", "9", "-", "-"]
+    assert len(lines) <= 30
+
+
+@pytest.mark.parametrize(
+    ("width", "columns"),
+    [
+        (44, ["worker", "state", "processed"]),
+        (80, ["worker", "state", "version", "processed", "last", "beat", "restarts"]),
+        (100, ["worker", "state", "version", "processed", "in", "flight", "per", "s", "last", "beat", "restarts"]),
+    ],
+)
+def test_panel_leaves_columns_out_where_the_window_is_narrow(width: int, columns: list[str]) -> None:
+    assert next(line for line in drawn(width, 30) if line.strip().startswith("worker")).split() == columns
+
+
+@pytest.mark.parametrize("width", [40, 72, 100])
+@pytest.mark.parametrize("height", [8, 20, 30])
+@pytest.mark.parametrize("num_slots", [2, 30])
+def test_panel_fits_its_window(width: int, height: int, num_slots: int) -> None:
+    lines = drawn(width, height, num_workers=50, num_slots=num_slots)
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+    assert any("step 2/4" in line for line in lines)
+
+
+def test_panel_keeps_workers_in_trouble_when_not_all_fit() -> None:
+    text = "\n".join(drawn(100, 30, num_workers=50))
+    assert "rollout-40" in text
+    assert "rollout-39" not in text
+    assert "more" in text
+
+
+def test_panel_draws_in_ascii_where_the_terminal_knows_no_more() -> None:
+    assert "\n".join(drawn(100, 30, encoding="ascii")).isascii()
+
+
+def test_fit_counts_what_is_left_out() -> None:
+    rows = [WorkerRow(worker_id=f"reward-{index}", state="idle", is_well=True) for index in range(10)]
+    shown, num_hidden = fit(rows, 4)
+    assert ([row.worker_id for row in shown], num_hidden) == (["reward-0", "reward-1", "reward-2"], 7)
+    assert fit(rows, 10) == (rows, 0)
+
+
+def test_sparkline_spans_the_values() -> None:
+    assert sparkline([0.0, 0.5, 1.0], blocks="01234567") == "047"
+    assert sparkline([3.0, 3.0], blocks="01234567") == "44"
+    assert sparkline([]) == ""
+
+
+def test_clock_writes_hours_minutes_seconds() -> None:
+    assert [clock(None), clock(0.4), clock(3661), clock(360_000)] == ["-", "0:00:00", "1:01:01", "100:00:00"]
+
+
+def test_lines_come_for_the_first_step_then_seldom_and_for_the_last() -> None:
+    stream, hand = StringIO(), Hand()
+    state = RunState()
+    shown_at = []
+    with ProgressDisplay(run_config(num_steps=100), stream=stream, clock=hand) as display:
+        for index in range(25):
+            state.note(train_step(index, at_seconds=time.time() + index))
+            hand.seconds += 0.5
+            before = stream.tell()
+            display.update(state, lag=LAG, alive={})
+            if stream.tell() > before:
+                shown_at.append(index + 1)
+    lines = stream.getvalue().splitlines()
+    assert shown_at == [1, 11, 21]  # five seconds, or a tenth of the run
+    assert lines[0].startswith("step 1/100  reward 0.5  loss 0.25  kl 0.003  staleness 0.5 max 1  tokens/s 200  lag 12")
+    assert lines[-1].startswith("step 25/100  ")
+    assert len(lines) == 4
+
+
+def test_lines_keep_two_seconds_apart_when_the_run_is_quick() -> None:
+    stream, hand = StringIO(), Hand()
+    state = RunState()
+    with ProgressDisplay(run_config(num_steps=12), stream=stream, clock=hand) as display:
+        for index in range(12):
+            state.note(train_step(index, at_seconds=time.time() + index))
+            hand.seconds += 0.5
+            display.update(state, lag={}, alive={})
+    assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["1/12", "5/12", "9/12", "12/12"]
+
+
+def test_lines_say_that_nothing_comes_and_who_is_not_well() -> None:
+    stream, hand = StringIO(), Hand()
+    state = RunState()
+    with ProgressDisplay(run_config(), stream=stream, clock=hand) as display:
+        state.note(beat("rollout-0", at_seconds=time.time() + 5))
+        display.update(state, lag={}, alive={})
+        assert stream.getvalue() == ""
+        hand.seconds += 31
+        display.update(state, lag={}, alive={})
+        display.update(state, lag={}, alive={})
+    assert stream.getvalue() == "step 0/4  no train step yet  workers 1/7 ready  lag 0  rollout-0 down\n"
+
+
+def test_display_survives_figures_that_are_missing_or_not_finite() -> None:
+    state = state_of(1.0, 2.0)
+    state.steps[0].figures.clear()
+    state.steps[1].figures["reward_mean"] = math.nan
+    for tty in (True, False):
+        stream = StringIO()
+        with ProgressDisplay(run_config(), tty=tty, stream=stream) as display:
+            display.update(state, lag={}, alive={})
+        assert "step 2/4" in stream.getvalue()
+
+
+def test_display_draws_a_panel_on_a_terminal_and_gives_the_cursor_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "30")
+    stream = StringIO()
+    state = state_of(1.0)
+    state.outcomes[Outcome.TRAINED.value] = 5
+    with ProgressDisplay(run_config(), tty=True, stream=stream) as display:
+        display.note("broker started [at] 127.0.0.1")
+        assert stream.getvalue() == "broker started [at] 127.0.0.1\n"
+        display.update(state, lag=LAG, alive={"rollout-0": True})
+        display.note("a worker died")
+        state.note(train_step(1, at_seconds=102.0))
+    text = stream.getvalue()
+    assert "a worker died" in text
+    assert "trained 5" in text
+    assert "step 1/4" in text
+    assert "step 2/4" in text  # closing shows what came last
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def test_display_gives_the_terminal_back_when_the_run_fails() -> None:
+    stream = StringIO()
+
+    def fail() -> None:
+        with ProgressDisplay(run_config(), tty=True, stream=stream) as display:
+            display.update(RunState(), lag={}, alive={})
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        fail()
+    assert "\x1b[?25h" in stream.getvalue()
+
+
+def test_display_writes_lines_to_what_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressDisplay(run_config()) as display:
+        display.note("hello")
+    assert capsys.readouterr().err == "hello\n"

@@ -1,0 +1,268 @@
+"""The report: figures by hand, whole files, and a page that shows hostile text as text."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relax_events.config import RunConfig
+from relax_events.control.ledger import Ledger
+from relax_events.control.report import build_report, config_digest, write_report
+from relax_events.control.report_page import duration, report_page
+from relax_events.control.run_state import RunState
+from relax_events.events.types import (
+    FinishReason,
+    ObjectRef,
+    Outcome,
+    PolicyVersionPublished,
+    PromptGroupEnded,
+    PromptGroupIssued,
+    SampleRolledOut,
+    VersionSegment,
+)
+from tests.unit.run_events import run_config, train_step
+
+END_SECONDS = 2000.0
+HOSTILE = '</pre><script>alert("x")</script> & co'
+
+
+class Page(HTMLParser):
+    """Collects a page's tags and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def rolled_out(group: str, index: int) -> SampleRolledOut:
+    nothing = np.zeros(0, np.float32)
+    return SampleRolledOut(
+        sample_id=f"{group}/{index}",
+        prompt_group_id=group,
+        sample_index=index,
+        samples_per_prompt=2,
+        train_step=0,
+        group_index=0,
+        attempt=0,
+        row=0,
+        policy_version=0,
+        min_policy_version=0,
+        max_policy_version=0,
+        version_segments=[VersionSegment(0, 1)],
+        tokens=nothing,
+        loss_mask=nothing,
+        rollout_logprobs=nothing,
+        num_prompt_tokens=1,
+        temperature=1.0,
+        finish_reason=FinishReason.STOP,
+        completion="",
+        messages=[],
+    )
+
+
+def issued(group: str) -> PromptGroupIssued:
+    return PromptGroupIssued(
+        prompt_group_id=group, train_step=0, group_index=0, attempt=0, row=0, required_policy_version=0, samples_per_prompt=2, messages=[], seed=0
+    )
+
+
+def ended(group: str, outcome: Outcome) -> PromptGroupEnded:
+    return PromptGroupEnded(
+        prompt_group_id=group, train_step=0, group_index=0, attempt=0, row=0, outcome=outcome, policy_version=0, trainer_version=0
+    )
+
+
+def books(num_steps: int, **figures: Any) -> tuple[RunState, Ledger]:
+    """Return a sound run: a prompt group of two samples a step, one step every two seconds, reward growing by 0.1.
+
+    One prompt group more was filtered and one is in flight; one sample was generated twice.
+    """
+    state, ledger = RunState(policy_version=num_steps), Ledger(max_staleness=2)
+    for version in range(num_steps + 1):
+        ledger.note(PolicyVersionPublished(policy_version=version, artifact=ObjectRef("file:///w", b"", 1), transports=["store"], start_offsets=[]))
+    for index in range(num_steps):
+        at = END_SECONDS - 2.0 * (num_steps - index)
+        step = train_step(index, at_seconds=at, reward_mean=index / 10, **figures)
+        state.note(step)
+        for event in (issued(step.prompt_group_ids[0]), ended(step.prompt_group_ids[0], Outcome.TRAINED), step):
+            ledger.note(event)
+        for sample in (0, 1):
+            ledger.note(rolled_out(step.prompt_group_ids[0], sample))
+    ledger.note(issued("000099-0000-0"))
+    ledger.note(ended("000099-0000-0", Outcome.FILTERED))
+    ledger.note(issued("000099-0001-0"))
+    ledger.note(rolled_out("000099-0001-0", 0))
+    ledger.note(rolled_out("000099-0001-0", 0))
+    return state, ledger
+
+
+def built(
+    state: RunState, ledger: Ledger, *, wall_seconds: float = 100.0, config: RunConfig | None = None, reason: str = "done", succeeded: bool = True
+) -> dict[str, Any]:
+    config = config or run_config()
+    ended_at = int(END_SECONDS * 1e6)
+    return build_report(config, state, ledger, wall_seconds=wall_seconds, succeeded=succeeded, reason=reason, ended_at=ended_at)
+
+
+def test_report_holds_the_figures_of_the_run() -> None:
+    report = built(*books(12))
+    assert (report["run_id"], report["succeeded"], report["reason"], report["steps"], report["num_steps"]) == ("shown", True, "done", 12, 4)
+    assert (report["reward_first"], report["reward_last"]) == (0.0, 1.1)
+    assert report["reward_first_10"] == pytest.approx(0.45)  # 0.0 to 0.9
+    assert report["reward_last_10"] == pytest.approx(0.65)  # 0.2 to 1.1
+    assert report["outcomes"] == {"issued": 14, "trained": 12, "filtered": 1, "expired": 0, "failed": 0, "in_flight": 1}
+    assert (report["samples_lost"], report["samples_trained_twice"], report["rollouts_regenerated"]) == (0, 0, 1)
+    assert (report["samples_rolled_out"], report["samples_trained"]) == (25, 24)
+    assert (report["staleness_max"], report["staleness_mean"], report["staleness_counts"]) == (1, 0.5, [12, 12])
+    assert report["phase_seconds"] == {"wait": 12 * 0.375, "update": 12 * 0.125}
+    assert report["ledger_problems"] == []
+    assert report["weights_digests"][3] == "03" * 32
+    assert report["ended_at"] == "1970-01-01T00:33:20+00:00"
+    assert report["machine"]["cores"] >= 1
+
+
+def test_report_counts_time_from_commit_to_commit() -> None:
+    report = built(*books(12))
+    assert report["curves"]["step_seconds"] == [0.5, *[2.0] * 11]
+    assert report["train_seconds"] == 22.5
+    assert report["tokens_trained"] == 1200
+    assert report["tokens_per_second"] == pytest.approx(1200 / 22.5)
+    assert report["samples_per_second"] == pytest.approx(24 / 22.5)
+
+
+def test_report_leaves_the_pause_out_when_the_run_was_taken_up_again() -> None:
+    report = built(*books(12), wall_seconds=7.0)  # the steps at -6, -4, -2 seconds are this invocation's
+    assert report["curves"]["step_seconds"][8:] == [2.0, 0.5, 2.0, 2.0]
+    assert report["train_seconds"] == 4.5
+    assert report["tokens_per_second"] == pytest.approx(300 / 4.5)
+
+
+def test_report_takes_rates_from_the_whole_run_when_nothing_was_left_to_train() -> None:
+    assert built(*books(12), wall_seconds=0.5)["tokens_per_second"] == pytest.approx(1200 / 22.5)
+
+
+def test_report_curves_have_an_entry_per_step_and_exact_losses(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    state, ledger = books(5, loss=0.1 + 0.2)
+    state.steps[2].figures["grad_norm"] = math.nan
+    state.steps[3].figures["grad_norm"] = 1.5
+    write_report(config, state, ledger, wall_seconds=100.0, succeeded=True, reason="done")
+    curves = json.loads((config.run_directory / "report.json").read_text())["curves"]
+    assert curves["train_step"] == [0, 1, 2, 3, 4]
+    assert curves["loss"] == [0.30000000000000004] * 5
+    assert curves["grad_norm"] == [None, None, None, 1.5, None]
+    assert curves["staleness_max"] == [1] * 5
+    assert curves["phase_seconds"]["wait"] == [0.375] * 5
+    assert {len(curve) for name, curve in curves.items() if name != "phase_seconds"} == {5}
+
+
+def test_report_is_written_whole_and_is_what_is_returned(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    for reason in ("first", "second"):
+        report = write_report(config, *books(3), wall_seconds=9.0, succeeded=reason == "second", reason=reason)
+    assert json.loads((config.run_directory / "report.json").read_text()) == report
+    assert report["reason"] == "second"
+    assert sorted(path.name for path in config.run_directory.iterdir()) == ["report.html", "report.json"]
+
+
+def test_report_works_when_no_step_was_made(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    report = write_report(config, RunState(), Ledger(2), wall_seconds=3.0, succeeded=False, reason="interrupted")
+    empty = ("reward_first", "reward_last", "reward_first_10", "reward_last_10", "tokens_per_second", "samples_per_second")
+    assert [report[name] for name in empty] == [None] * 6
+    assert (report["steps"], report["tokens_trained"], report["curves"]["reward_mean"]) == (0, 0, [])
+    page = (config.run_directory / "report.html").read_text()
+    assert "goal not reached" in page
+    assert "no data" in page
+
+
+def test_report_shows_broken_promises() -> None:
+    state, ledger = books(3)
+    ledger.note(state.steps[1])
+    report = built(state, ledger)
+    assert report["samples_trained_twice"] == 2
+    assert report["ledger_problems"][0].startswith("sample trained twice: 2, for example")
+    assert "sample trained twice: 2, for example" in report_page(report)
+
+
+def test_page_draws_a_point_per_step_for_every_curve() -> None:
+    state, ledger = books(7)
+    page = report_page(built(state, ledger))
+    figures = re.findall(r"<figure>.*?</figure>", page, re.DOTALL)
+    titles = [re.search(r"<b>(.*?)</b>", figure).group(1) for figure in figures]  # type: ignore[union-attr]
+    assert titles == ["Reward", "Loss", "KL", "Staleness", "Throughput", "Staleness of all samples", "Prompt groups", "Time of each step"]
+    assert [figure.count("<circle") for figure in figures[:5]] == [7] * 5
+    assert "step 6: 0.6</title>" in figures[0]
+    assert figures[7].count("<rect") == 14  # two phases a step
+
+
+def test_page_shows_the_key_figures() -> None:
+    words = Page(report_page(built(*books(12)))).words
+    text = " ".join(words)
+    for part in (
+        "Run shown",
+        "goal reached",
+        "12 of 4",
+        "max 1, bound 2 versions",
+        "of 14 issued; 1 filtered, 0 expired, 0 failed, 1 in flight",
+        "of 25 generated",
+    ):
+        assert part in text
+    assert f"0 {chr(0x2192)} 1.1" in text
+
+
+def test_page_needs_nothing_from_outside() -> None:
+    page = Page(report_page(built(*books(12))))
+    assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.tags}
+    attributes = [(name, value or "") for _, attrs in page.tags for name, value in attrs.items()]
+    assert not [name for name, _ in attributes if name.startswith("on") or name in ("src", "href")]
+    assert not [value for _, value in attributes if "://" in value]
+    assert "url(" not in "".join(page.words)
+
+
+def test_page_shows_hostile_text_as_text() -> None:
+    state, ledger = books(2, **{HOSTILE: 1.0})
+    state.steps[0].phase_seconds[HOSTILE] = 1.0
+    config = run_config()
+    config = config.model_copy(update={"data": config.data.model_copy(update={"system_prompt": HOSTILE})})
+    report = built(state, ledger, reason=HOSTILE, config=config)
+    report["ledger_problems"] = [HOSTILE]
+    page = Page(report_page(report))
+    assert "script" not in [tag for tag, _ in page.tags]
+    assert page.words.count(HOSTILE) >= 3  # the reason, the ledger, the phase
+
+
+def test_page_stays_small_when_the_run_was_long() -> None:
+    state = RunState(policy_version=10_000)
+    state.steps = [train_step(index, at_seconds=END_SECONDS - 10_000 + index, reward_mean=math.sin(index)) for index in range(10_000)]
+    page = report_page(built(state, Ledger(2), wall_seconds=10_001.0))
+    assert len(page) < 1_000_000
+    assert "steps 0 to 41" in page
+
+
+def test_report_keeps_client_settings_to_itself() -> None:
+    config = run_config()
+    client = {"sasl.password": "hunter2"}
+    secret = config.model_copy(update={"broker": config.broker.model_copy(update={"client": client, "bootstrap_servers": "elsewhere:1"})})
+    report = built(*books(1), config=secret)
+    assert "hunter2" not in json.dumps(report)
+    assert report["config_digest"] == config_digest(config)
+    assert config_digest(run_config(seed=5)) != config_digest(config)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.04, "0.0 s"), (59.94, "59.9 s"), (59.96, "1 min 0 s"), (119.6, "2 min 0 s"), (7260, "2 h 1 min")])
+def test_duration_is_for_people(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

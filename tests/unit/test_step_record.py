@@ -1,0 +1,114 @@
+"""A step's shares, side by side, as the log keeps them; and the ends that follow from them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from event_samples import committed, ended, published, ready
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_events.events.types import CheckpointRef, Outcome, TopicOffset
+from relax_events.training.assembly import PlacedSample
+from relax_events.training.commit import trained_outcomes
+from relax_events.training.history import TrainingHistory
+from relax_events.training.phases import Phases
+from relax_events.training.step_record import StepLayout, StepShare
+
+
+def share_of(rank: int, *micro_batches: list[tuple[str, int, float]], trainer_version: int = 3) -> StepShare:
+    """Make a rank's share: micro-batches of (prompt group, version, reward), one sample each."""
+    share = StepShare(rank)
+    for batch, members in enumerate(micro_batches):
+        placed = [
+            PlacedSample(ready(group_id, 0, version=version, reward=reward), partition=rank, offset=10 * batch + place)
+            for place, (group_id, version, reward) in enumerate(members)
+        ]
+        share.note(placed, trainer_version=trainer_version)
+        share.prompt_group_ids += [group_id for group_id, _, _ in members]
+    return share
+
+
+@pytest.fixture
+def shares() -> list[StepShare]:
+    first = share_of(0, [("000003-0000-0", 3, 1.0), ("000002-0001-1", 2, 0.0)], [("000003-0002-0", 1, 0.5)])
+    second = share_of(1, [("000003-0003-0", 2, 0.5)])
+    second.consumed = [TopicOffset("t", 1, 7)]
+    return [first, second]
+
+
+def test_layout_holds_the_shares_in_rank_order(shares: list[StepShare]) -> None:
+    layout = StepLayout.of(shares)
+    assert layout.sample_ids == ["000003-0000-0/0", "000002-0001-1/0", "000003-0002-0/0", "000003-0003-0/0"]
+    assert layout.prompt_group_ids == ["000003-0000-0", "000002-0001-1", "000003-0002-0", "000003-0003-0"]
+    assert layout.ranks.tolist() == [0, 0, 0, 1]
+    assert layout.micro_batches.tolist() == [0, 0, 1, 0]
+    assert layout.partitions.tolist() == [0, 0, 0, 1]
+    assert layout.offsets.tolist() == [0, 1, 10, 0]
+    assert layout.consumed == [TopicOffset("t", 1, 7)]
+    assert layout.staleness_counts == [1, 2, 1]
+    assert layout.figures["reward_mean"] == 0.5
+    assert layout.figures["reward_std"] == pytest.approx(0.125**0.5)
+    assert layout.figures["staleness_mean"] == 1.0
+    assert (layout.figures["completion_tokens_mean"], layout.figures["completion_tokens_max"]) == (2.0, 2.0)
+
+
+def test_layout_stands_when_a_rank_trained_nothing(shares: list[StepShare]) -> None:
+    assert StepLayout.of([shares[0], StepShare(1)]).ranks.tolist() == [0, 0, 0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.floats(-5, 5)), min_size=1, max_size=6),
+    st.sampled_from(Outcome),
+    st.lists(st.builds(TopicOffset, st.text(max_size=5), st.integers(0, 9), st.integers(0, 2**60)), max_size=3),
+)
+def test_share_survives_the_way_to_other_ranks(members: list[tuple[int, int, float]], outcome: Outcome, consumed: list[TopicOffset]) -> None:
+    share = share_of(1, [(f"000003-{index:04d}-0", version, reward) for index, version, reward in members])
+    share.ended, share.consumed = [ended(outcome=outcome)], consumed
+    again = StepShare.from_bytes(share.to_bytes())
+    assert again == share
+    assert again.ended[0].outcome is outcome
+
+
+def test_trained_outcomes_name_each_groups_version_and_mean_reward() -> None:
+    share = StepShare(0)
+    samples = [ready("000002-0001-1", 0, version=2, reward=1.0), ready("000002-0001-1", 1, version=2, min_policy_version=3, max_policy_version=3, reward=0.0)]
+    share.note([PlacedSample(sample, 0, offset) for offset, sample in enumerate(samples)], trainer_version=3)
+    share.prompt_group_ids = ["000002-0001-1"]
+    (end,) = trained_outcomes([share], 3)
+    assert (end.prompt_group_id, end.train_step, end.group_index, end.attempt) == ("000002-0001-1", 2, 1, 1)
+    assert (end.outcome, end.policy_version, end.trainer_version, end.mean_reward) == (Outcome.TRAINED, 2, 3, 0.5)
+
+
+def test_history_is_what_the_log_says() -> None:
+    checkpoint = CheckpointRef(1, "file:///c/manifest.json", bytes(32))
+    history = TrainingHistory()
+    assert (history.policy_version, history.is_fresh, history.checkpoint(), history.positions()) == (0, True, None, {})
+    history.note(published(0))
+    history.note(committed(0, consumed=[TopicOffset("t", 0, 5), TopicOffset("t", 1, 9)]))
+    history.note(committed(1, checkpoint=checkpoint, consumed=[TopicOffset("t", 0, 8)]))
+    history.note(committed(2, consumed=[TopicOffset("t", 1, 12)]))
+    history.note(ended("000001-0002-0"))
+    assert (history.policy_version, history.is_fresh) == (3, False)
+    assert history.checkpoint() == checkpoint
+    assert history.positions() == {0: 8, 1: 12}
+    assert history.ended_group_ids == {"000001-0002-0"}
+    assert [event.policy_version for event in history.published] == [0]
+
+
+def test_phases_add_up_even_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.5, 10.0, 10.25, 20.0, 24.0])
+    monkeypatch.setattr("relax_events.training.phases.time.monotonic", lambda: next(clock))
+    phases = Phases()
+    with phases.measure("wait"):
+        pass
+    with phases.measure("wait"):
+        pass
+    with pytest.raises(ValueError, match="no"), phases.measure("update"):
+        raise ValueError("no")
+    assert dict(phases.seconds) == {"wait": 1.75, "update": 4.0}
+
+
+def test_layout_arrays_have_the_types_of_the_log(shares: list[StepShare]) -> None:
+    layout = StepLayout.of(shares)
+    assert [array.dtype for array in (layout.partitions, layout.offsets, layout.ranks, layout.micro_batches)] == [np.int32, np.int64, np.int32, np.int32]
