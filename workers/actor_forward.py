@@ -11,11 +11,11 @@ from collections import OrderedDict
 from relax_events.config import RunConfig
 from relax_events.errors import WeightsError
 from relax_events.events.types import Event, PolicyVersionPublished
-from relax_events.objects.store import ObjectStore
 from relax_events.pipeline.map_role import MapRole
 from relax_events.pipeline.worker import Worker
 from relax_events.training.scoring import LogprobScorer
-from relax_events.weights.artifacts import Weights, read_weights
+from relax_events.weights.manifest import Weights
+from relax_events.weights.transport import StoreTransport, WeightsTransport
 from workers.evaluation import Evaluating, open_scorer
 from workers.opening import open_store, open_worker
 
@@ -25,7 +25,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     store = open_store(config)
     with open_worker("actor-forward", config, index=index, store=store) as worker:
         scorer = open_scorer(worker)
-        versions = VersionedWeights(worker, scorer, store)
+        versions = VersionedWeights(worker, scorer, StoreTransport(store))
         evaluate = Evaluating(worker, scorer, evaluator="actor", topic="actor.logprobs", use_version=versions.use)
         MapRole(worker, evaluate, listeners=(versions.note,)).run()
 
@@ -33,8 +33,8 @@ def run(config: RunConfig, *, index: int = 0) -> None:
 class VersionedWeights:
     """Keeps the weights of the window's versions at hand and puts the wanted ones into the scorer."""
 
-    def __init__(self, worker: Worker, scorer: LogprobScorer, store: ObjectStore) -> None:
-        self._worker, self._scorer, self._store = worker, scorer, store
+    def __init__(self, worker: Worker, scorer: LogprobScorer, transport: WeightsTransport) -> None:
+        self._worker, self._scorer, self._transport = worker, scorer, transport
         self._published: dict[int, PolicyVersionPublished] = {}
         self._cached: OrderedDict[int, Weights] = OrderedDict()
         self._held = -1
@@ -67,4 +67,4 @@ class VersionedWeights:
         if published is None:
             known = sorted(self._published)
             raise WeightsError(f"policy version {policy_version} is not among the published ones in the window {known}; was the control log truncated?")
-        return read_weights(self._store, published.artifact)
+        return self._transport.fetch(published)

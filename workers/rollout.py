@@ -24,9 +24,8 @@ from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
 from relax_events.errors import ConfigError, ObjectError, PoisonSample, WeightsError
 from relax_events.events.types import Event, FinishReason, Outcome, PolicyVersionPublished, PromptGroupIssued, SampleRolledOut
-from relax_events.objects.store import ObjectStore
 from relax_events.pipeline.worker import Worker
-from relax_events.weights.artifacts import read_weights
+from relax_events.weights.transport import StoreTransport, WeightsTransport
 from workers.opening import open_store, open_worker
 
 log = structlog.get_logger()
@@ -57,7 +56,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     with open_worker("rollout", config, index=index, store=store, linger_ms=0) as worker:
         engine = open_engine(config)
         try:
-            RolloutLoop(worker, engine, store).run()
+            RolloutLoop(worker, engine, StoreTransport(store)).run()
         finally:
             engine.close()
 
@@ -83,8 +82,8 @@ def sample_seed(group_seed: int, sample_index: int) -> int:
 class RolloutLoop:
     """See the module's docstring."""
 
-    def __init__(self, worker: Worker, engine: Engine, store: ObjectStore) -> None:
-        self._worker, self._engine, self._store = worker, engine, store
+    def __init__(self, worker: Worker, engine: Engine, transport: WeightsTransport) -> None:
+        self._worker, self._engine, self._transport = worker, engine, transport
         self._config = worker.config
         self._renderer = PromptRenderer.from_folder(self._config.model.path, self._config.data)
         self._inbox: queue.SimpleQueue[Lease | None] = queue.SimpleQueue()
@@ -301,7 +300,7 @@ class RolloutLoop:
         if mode == "finish" and self._engine.num_running:
             return
         try:
-            weights = read_weights(self._store, newest.artifact)
+            weights = self._transport.fetch(newest)
             self._engine.load_weights(weights, on_running="swap" if mode == "swap" else "restart")
         except (WeightsError, ObjectError) as error:
             log.error("weights.refused", policy_version=newest.policy_version, serving=self._engine.policy_version, error=str(error))

@@ -41,7 +41,8 @@ from relax_events.training.protocol import TrainerBackend, TrainerState
 from relax_events.training.ranks import Ranks
 from relax_events.training.replay import Replay
 from relax_events.training.step_record import StepShare
-from relax_events.weights.artifacts import delete_weights, read_weights, write_weights
+from relax_events.weights.artifacts import delete_weights
+from relax_events.weights.transport import StoreTransport, WeightsTransport
 from workers.opening import open_store, open_worker
 
 log = structlog.get_logger()
@@ -79,6 +80,7 @@ class TrainLoop:
         self._config = worker.config
         self._topic = worker.plan.topic("advantage.samples")
         self._reader = LogReader(worker.connection, consumer_group=worker.plan.consumer_group("trainer"))
+        self._transport: WeightsTransport = StoreTransport(store)
         self._checkpoints = Checkpoints(store, ranks=ranks, keep=self._config.trainer.keep_checkpoints)
         self._pending: PendingCheckpoint | None = None
         self._checkpoint: CheckpointRef | None = None
@@ -128,7 +130,7 @@ class TrainLoop:
 
     def _take_published(self, history: TrainingHistory) -> None:
         """Where kernels are not deterministic, replay ends beside the published weights: those are the truth."""
-        published = read_weights(self._store, history.published[-1].artifact)
+        published = self._transport.fetch(history.published[-1])
         state = self._backend.state()
         tensors = {**state.tensors, **{f"model.{name}": tensor for name, tensor in published.tensors.items()}}
         self._backend.load_state(TrainerState(policy_version=state.policy_version, tensors=tensors))
@@ -137,7 +139,7 @@ class TrainLoop:
     def _publish_initial(self) -> None:
         tensors = self._backend.weights()
         if self._committer is not None:
-            artifact, _ = write_weights(self._store, tensors, policy_version=0)
+            artifact, _ = self._transport.publish(tensors, policy_version=0)
             self._committer.publish_initial(artifact)
 
     def _train_step(self) -> bool:
@@ -259,7 +261,7 @@ class TrainLoop:
         self._poll_checkpoint()
         with self._phases.measure("weights"):
             tensors = self._backend.weights()
-            artifact, digest = write_weights(self._store, tensors, policy_version=step + 1) if self._committer else (None, b"")
+            artifact, digest = self._transport.publish(tensors, policy_version=step + 1) if self._committer else (None, b"")
         self._assembler.decide(share.prompt_group_ids)
         share.consumed = self._assembler.consumed()
         shares = self._gather(share)

@@ -21,10 +21,12 @@ def check(config: Path, *overrides: str, output: Literal["table", "json"] = "tab
     """
     from relax_events.cli.output import print_json, print_pairs
     from relax_events.config import load_run_config
-    from relax_events.control.address import attach
+    from relax_events.control.address import attach, open_admin
     from relax_events.control.ledger import read_ledger
 
-    ledger = read_ledger(attach(load_run_config(config, overrides)))
+    settings = attach(load_run_config(config, overrides))
+    open_admin(settings, name="ledger")
+    ledger = read_ledger(settings)
     figures, problems = ledger.figures(), ledger.problems()
     if output == "json":
         print_json({**figures, "problems": problems})

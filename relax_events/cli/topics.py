@@ -16,13 +16,11 @@ Output = Literal["table", "json"]
 
 
 def _open(config: Path, overrides: tuple[str, ...]) -> tuple[RunConfig, Admin]:
-    from relax_events.broker.admin import Admin
-    from relax_events.broker.connection import Connection
     from relax_events.config import load_run_config
-    from relax_events.control.address import attach
+    from relax_events.control.address import attach, open_admin
 
     settings = attach(load_run_config(config, overrides))
-    return settings, Admin(Connection.of(settings.broker, client_id=f"{settings.run.id}.topics"))
+    return settings, open_admin(settings, name="topics")
 
 
 @app.command

@@ -316,7 +316,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _ranks_have_shards(self) -> RunConfig:
         if self.trainer.ranks > self.broker.shards:
-            raise ValueError(f"every rank reads shards of its own: trainer.ranks = {self.trainer.ranks} needs broker.shards >= {self.trainer.ranks}, got {self.broker.shards}")
+            ranks = self.trainer.ranks
+            need = f"trainer.ranks = {ranks} needs broker.shards >= {ranks}, got {self.broker.shards}"
+            raise ValueError(f"every rank reads shards of its own: {need}; set broker.shards or trainer.ranks")
         return self
 
     @property

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from relax_events.broker.admin import Admin
+from relax_events.broker.connection import Connection
 from relax_events.broker.embedded import EmbeddedBroker
 from relax_events.config import RunConfig
 from relax_events.errors import BrokerUnavailable
+
+ANSWER_SECONDS = 5.0
+"""How long a person at the command line waits to learn that no broker is there."""
 
 
 def embedded_broker(config: RunConfig) -> EmbeddedBroker | None:
@@ -30,3 +35,17 @@ def attach(config: RunConfig) -> RunConfig:
         where = config.run.directory / "broker"
         raise BrokerUnavailable(f"the embedded broker in {where} does not run; start it with: relax broker start --directory {where}")
     return with_bootstrap_servers(config, broker.bootstrap_servers)
+
+
+def open_admin(config: RunConfig, *, name: str) -> Admin:
+    """Return an admin client of a broker that has answered.
+
+    Args:
+        config: The run, with the broker's address filled in.
+        name: Tells our clients apart in the broker's log.
+    Raises:
+        BrokerUnavailable: None answered within a few seconds; the text names the address and the remedy.
+    """
+    admin = Admin(Connection.of(config.broker, client_id=f"{config.run.id}.{name}"))
+    admin.ping(timeout_seconds=min(ANSWER_SECONDS, config.broker.request_timeout_seconds))
+    return admin

@@ -14,7 +14,7 @@ import structlog
 from relax_events.broker.admin import Admin
 from relax_events.broker.connection import Connection
 from relax_events.config import RunConfig
-from relax_events.control.address import embedded_broker, with_bootstrap_servers
+from relax_events.control.address import embedded_broker, open_admin, with_bootstrap_servers
 from relax_events.control.ledger import read_ledger
 from relax_events.control.progress import ProgressDisplay
 from relax_events.control.report import write_report
@@ -63,8 +63,7 @@ class RunSession:
         with ExitStack() as stack:
             display = stack.enter_context(ProgressDisplay(self._config))
             self._start_broker(stack, display)
-            admin = Admin(Connection.of(self._config.broker, client_id=f"{self._config.run.id}.run"))
-            admin.ping(timeout_seconds=self._config.broker.request_timeout_seconds)
+            admin = open_admin(self._config, name="run")
             apply_topics(self._config, admin)
             supervisor = Supervisor(self._config, self._write_resolved())
             follower = self._follow(stack)

@@ -1,0 +1,1 @@
+"""Paired measurements: both sides in one run, medians and ratios, the machine named. `make bench` writes docs/benchmarks."""

@@ -1,0 +1,116 @@
+"""Writes docs/reference from the code: `python docs/generate.py` (or `--check`, which fails when a page is out of date)."""
+
+from __future__ import annotations
+
+import json
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from relax_events import errors
+from relax_events.config import RunConfig
+from relax_events.events.schemas import released_schemas
+from relax_events.telemetry.metrics import WorkerMetrics
+from relax_events.topics import TopicPlan
+
+FOLDER = Path(__file__).parent / "reference"
+
+
+def main() -> int:
+    """Write the pages, or with `--check` name those that differ."""
+    pages = {"config.md": config_page(), "events.md": events_page(), "topics.md": topics_page(), "metrics.md": metrics_page(), "exit-codes.md": errors_page()}
+    stale = [name for name, text in pages.items() if not (FOLDER / name).exists() or (FOLDER / name).read_text() != text]
+    if "--check" in sys.argv:
+        print("\n".join(f"docs/reference/{name} is out of date; run: python docs/generate.py" for name in stale) or "docs/reference is up to date")
+        return 1 if stale else 0
+    for name in stale:
+        (FOLDER / name).write_text(pages[name])
+    return 0
+
+
+def config_page() -> str:
+    """Every key of a run file."""
+    parts = [
+        "# The run file",
+        "One TOML file a run. `RELAX_SECTION__KEY` in the environment overrides it, `section.key=value` on the command line overrides both.",
+    ]
+    for name, field in RunConfig.model_fields.items():
+        parts += _section(name, field.annotation)
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(name: str, kind: Any) -> list[str]:
+    model: type[BaseModel] = next(arm for arm in (kind, *typing.get_args(kind)) if isinstance(arm, type) and issubclass(arm, BaseModel))
+    rows, nested = [], []
+    for key, field in model.model_fields.items():
+        arms = (field.annotation, *typing.get_args(field.annotation))
+        if any(isinstance(arm, type) and issubclass(arm, BaseModel) for arm in arms):
+            nested += _section(f"{name}.{key}", field.annotation)
+            continue
+        default = "required" if field.default is PydanticUndefined and field.default_factory is None else f"`{_default(field)}`"
+        rows.append(f"| `{key}` | {default} | {_one_line(field.description)} |")
+    lead = _one_line(model.__doc__)
+    return [f"## [{name}]", lead, "\n".join(["| key | default | meaning |", "|---|---|---|", *rows]), *nested]
+
+
+def _default(field: Any) -> Any:
+    value = field.default_factory() if field.default is PydanticUndefined else field.default
+    return str(value) if isinstance(value, Path) else json.dumps(value, default=str)
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split()).replace("|", "\\|")
+
+
+def events_page() -> str:
+    """Every Avro record."""
+    parts = ["# Events", "The Avro schemas in `schemas/` are the contract; each record on the log is one of these in single-object encoding."]
+    for name, schema in sorted(released_schemas().items()):
+        if schema["type"] != "record":
+            continue
+        rows = [f"| `{field['name']}` | {_type(field['type'])} | {_one_line(field['doc'])} |" for field in schema["fields"]]
+        parts += [f"## {name.rsplit('.', 1)[-1]}", schema["doc"], "\n".join(["| field | type | meaning |", "|---|---|---|", *rows])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _type(kind: Any) -> str:
+    if isinstance(kind, list):
+        return " or ".join(_type(arm) for arm in kind)
+    if not isinstance(kind, dict):
+        return str(kind).rsplit(".", 1)[-1]
+    if kind["type"] == "array":
+        return f"array of {_type(kind['items'])}"
+    if kind["type"] == "map":
+        return f"map of {_type(kind['values'])}"
+    return str(kind.get("logicalType") or kind.get("name") or kind["type"])
+
+
+def topics_page() -> str:
+    """Every topic."""
+    specs = TopicPlan("RUN", 1, 2, 4, 1, "none").specs()
+    rows = [f"| `{spec.name}` | {spec.num_partitions} | {spec.settings['cleanup.policy']} | {spec.doc} |" for spec in specs]
+    lead = "Partitions are those of `max_staleness = 1`, `shards = 2`: three slots of two."
+    return "\n".join(["# Topics", "", lead, "", "| topic | partitions | clean-up | what |", "|---|---|---|---|", *rows, ""])
+
+
+def metrics_page() -> str:
+    """Every metric of a worker."""
+    rows = []
+    for family in WorkerMetrics("trainer").registry.collect():
+        suffix = "_total" if family.type == "counter" else ""
+        rows.append(f"| `{family.name}{suffix}` | {family.type} | {family.documentation} |")
+    return "\n".join(["# Metrics", "", "Served by every worker on `/metrics`.", "", "| metric | type | meaning |", "|---|---|---|", *rows, ""])
+
+
+def errors_page() -> str:
+    """The error tree and its exit codes."""
+    codes = "0 ok, 1 unexpected or goal not reached, 2 usage or configuration, 3 broker unreachable, 4 refused by the broker, 5 schema, 6 a check found something, 7 fenced, 130 interrupted"
+    return f"# Errors and exit codes\n\nExit codes: {codes}.\n\n```\n{(errors.__doc__ or '').strip()}\n```\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What a run file asks of this machine, judged without a broker and without loading anything heavy: `relax run` and the doctor ask first."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import socket
+from importlib.metadata import entry_points
+
+from relax_events.config import RunConfig
+from relax_events.errors import ConfigError, EnvironmentProblem
+
+MODEL_PACKAGES = ("torch", "transformers", "safetensors")
+MODEL_FILES = ("config.json", "tokenizer_config.json")
+
+
+def require_roles(config: RunConfig) -> str:
+    """Return the roles with their numbers, once every role, engine and backend that the run names is installed.
+
+    Raises:
+        ConfigError: One is not; the text names its key and those that are.
+    """
+    wanted = [("relax_events.roles", role, f"role {role!r}") for role in config.roles()]
+    wanted.append(("relax_events.engines", config.engine.name, f"engine.name = {config.engine.name!r}"))
+    wanted.append(("relax_events.trainer_backends", config.trainer.backend, f"trainer.backend = {config.trainer.backend!r}"))
+    for group, name, what in wanted:
+        installed = {entry.name for entry in entry_points(group=group)}
+        if name not in installed:
+            raise ConfigError(f"{what} is not installed; installed are {', '.join(sorted(installed))}")
+    return ", ".join(f"{role} x {count}" for role, count in config.roles().items())
+
+
+def require_model(config: RunConfig) -> str:
+    """Return how the run comes by its model: the folder is whole, or will be made.
+
+    Raises:
+        ConfigError: The folder is missing with no way to make it, or lacks a file; the text names it.
+        EnvironmentProblem: A library is not installed.
+    """
+    if missing := [name for name in MODEL_PACKAGES if importlib.util.find_spec(name) is None]:
+        raise EnvironmentProblem(f"{missing[0]} is not installed; install relax-events[model]")
+    path = config.model.path
+    if not path.exists():
+        if config.model.tiny is None:
+            raise ConfigError(f"model.path {path} does not exist; give the folder of a checkpoint, or a [model.tiny] section to make a small model")
+        return f"{path} will be made by the run"
+    for name in MODEL_FILES:
+        if not (path / name).is_file():
+            raise ConfigError(f"model.path {path} has no {name}; give a complete folder in Hugging Face layout, or a path that does not exist yet")
+    if not list(path.glob("*.safetensors")):
+        raise ConfigError(f"model.path {path} has no *.safetensors; convert the weights (no other format is read)")
+    return f"{path} is complete"
+
+
+def require_metrics_port(config: RunConfig) -> str:
+    """Return where workers serve their metrics, once the address is this machine's and the port is free.
+
+    Raises:
+        EnvironmentProblem: The port is taken or the address is not ours; the text names both.
+    """
+    host, port = config.telemetry.metrics_host, config.telemetry.metrics_port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            remedy = "set telemetry.metrics_port = 0 for a free one" if error.errno == errno.EADDRINUSE else "set telemetry.metrics_host"
+            raise EnvironmentProblem(f"can't serve metrics on {host}:{port}: {error.strerror}; {remedy}") from None
+    return f"{host}:{port}" if port else f"{host}, free ports"
