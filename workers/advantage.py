@@ -14,6 +14,7 @@ import structlog
 
 from relax_events.algorithms.advantages import group_advantages
 from relax_events.broker.consumer import GroupConsumer
+from relax_events.broker.deadline import Deadline
 from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
 from relax_events.errors import CorruptRecord, PoisonSample
@@ -35,6 +36,7 @@ from workers.opening import open_worker
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
+DRAIN_COMMIT_SECONDS = 5.0
 EVALUATOR_TOPICS = {"reference": "reference.logprobs", "actor": "actor.logprobs"}
 
 
@@ -80,7 +82,7 @@ class AdvantageLoop:
                 self._expire()
             worker.beats.num_in_flight = self._join.num_open
             worker.tick(working=bool(records))
-        self._commit(wait=True)
+        self._commit(wait=Deadline(DRAIN_COMMIT_SECONDS))
         self._consumer.close()
 
     def _process(self, records: list[Record]) -> None:
@@ -184,13 +186,13 @@ class AdvantageLoop:
         self._worker.producer.flush()
         self._commit()
 
-    def _commit(self, *, wait: bool = False) -> None:
+    def _commit(self, *, wait: Deadline | None = None) -> None:
         moved = [mark for mark in self._join.low_watermarks() if self._committed.get((mark.topic, mark.partition)) != mark.offset]
         self._committed |= {(mark.topic, mark.partition): mark.offset for mark in moved}
         self._consumer.commit(moved, wait=wait)
 
-    def _give_back(self, offsets: list[TopicOffset]) -> None:
-        self._commit(wait=True)
+    def _give_back(self, offsets: list[TopicOffset], deadline: Deadline) -> None:
+        self._commit(wait=deadline)
         for offset in offsets:
             self._join.drop_partition(offset.topic, offset.partition)
             self._committed.pop((offset.topic, offset.partition), None)

@@ -54,6 +54,8 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop. Under torchrun this process is one rank of several."""
     store = open_store(config)
     with open_ranks(timeout_seconds=config.trainer.collective_timeout_seconds) as ranks:
+        telemetry = config.telemetry.model_copy(update={"metrics_port": config.telemetry.port_of(ranks.rank)})
+        config = config.model_copy(update={"telemetry": telemetry})
         with open_worker("trainer", config, index=index + ranks.rank, store=store) as worker:
             backend = open_backend(config, ranks)
             TrainLoop(worker, backend, ranks, store).run()
@@ -82,6 +84,7 @@ class TrainLoop:
         self._reader = LogReader(worker.connection, consumer_group=worker.plan.consumer_group("trainer"))
         self._transport: WeightsTransport = StoreTransport(store)
         self._checkpoints = Checkpoints(store, ranks=ranks, keep=self._config.trainer.keep_checkpoints)
+        self._shares: list[StepShare] = []
         self._pending: PendingCheckpoint | None = None
         self._checkpoint: CheckpointRef | None = None
         self._pruned_to: CheckpointRef | None = None
@@ -111,7 +114,9 @@ class TrainLoop:
         history = TrainingHistory.read(self._worker)
         self._checkpoint = history.checkpoint()
         if self._checkpoint is not None:
-            self._backend.load_state(self._checkpoints.load(self._checkpoint).state)
+            restored = self._checkpoints.load(self._checkpoint)
+            self._backend.load_state(restored.state)
+            history.take_checkpoint(restored.extra)
             log.info("checkpoint.loaded", policy_version=self._backend.policy_version)
         missing = [step for step in history.steps if step.train_step >= self._backend.policy_version]
         if not Replay(self._worker, self._backend, self._ranks).run(missing):
@@ -264,11 +269,11 @@ class TrainLoop:
             artifact, digest = self._transport.publish(tensors, policy_version=step + 1) if self._committer else (None, b"")
         self._assembler.decide(share.prompt_group_ids)
         share.consumed = self._assembler.consumed()
-        shares = self._gather(share)
+        self._shares = self._gather(share)
         with self._phases.measure("commit"):
             if self._committer is not None and artifact is not None:
                 committed = self._committer.commit_step(
-                    shares,
+                    self._shares,
                     train_step=step,
                     artifact=artifact,
                     digest=digest,
@@ -309,6 +314,9 @@ class TrainLoop:
         version = self._backend.policy_version
         if version % self._config.trainer.checkpoint_every or self._pending is not None:
             return
-        extra = {"consumed": [[offset.partition, offset.offset] for offset in self._assembler.consumed()], "policy_version": version}
+        extra = {
+            "consumed": [[offset.partition, offset.offset] for share in self._shares for offset in share.consumed],
+            "id_window": self._assembler.id_window(),
+        }
         with self._phases.measure("checkpoint"):
             self._pending = self._checkpoints.save(self._backend.state(), extra=extra)

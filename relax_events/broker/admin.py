@@ -93,7 +93,8 @@ class Admin:
         deadline = time.monotonic() + self._timeout_seconds
         while missing := names - self._client.list_topics(timeout=self._timeout_seconds).topics.keys():
             if time.monotonic() > deadline:
-                raise BrokerUnavailable(f"topic {min(missing)} was created but is not shown after {self._timeout_seconds:g} s; see that all brokers run")
+                text = f"topic {min(missing)} was created but is not shown after {self._timeout_seconds:g} s; see that all brokers run"
+                raise BrokerUnavailable(text)
             time.sleep(VISIBLE_EVERY_SECONDS)
 
     def alter_topic(self, name: str, settings: Mapping[str, str]) -> None:

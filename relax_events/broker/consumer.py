@@ -10,6 +10,7 @@ import structlog
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
 
 from relax_events.broker.connection import Connection, error_of, translate
+from relax_events.broker.deadline import Deadline
 from relax_events.broker.records import Record
 from relax_events.errors import BrokerError, BrokerUnavailable
 from relax_events.events.types import TopicOffset
@@ -27,6 +28,7 @@ READER_SETTINGS: dict[str, Any] = {
     "queued_max_messages_kbytes": 65_536,
 }
 LEADER_CHANGE_SECONDS = 0.05
+HAND_OVER_SECONDS = 2.5  # of one request, and of all work in a revoke callback: sessions last 3 s at the least
 TRANSIENT = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._TIMED_OUT, KafkaError._MAX_POLL_EXCEEDED}  # noqa: SLF001
 
 
@@ -105,11 +107,15 @@ class Fetching:
         self._consumer.close()
 
 
+OnRevoked = Callable[[list[TopicOffset], Deadline], None]
+
+
 class GroupConsumer(Fetching):
     """A member of a consumer group (KIP-848, range assignor: the same partitions of all its topics).
 
     Where the group has no committed offset it starts at the oldest record. Partitions are given back only inside
-    `fetch`; `on_revoked` is called first, with the partitions that go, and must return within the session timeout.
+    `fetch`; `on_revoked` is called first, with the partitions that go and the one deadline that all hand-over work shares:
+    it lies well within the session timeout, after which the broker would take the partitions anyhow.
     """
 
     def __init__(
@@ -119,10 +125,15 @@ class GroupConsumer(Fetching):
         consumer_group: str,
         topics: Sequence[str],
         on_assigned: Callable[[list[TopicOffset]], None] = lambda _: None,
-        on_revoked: Callable[[list[TopicOffset]], None] = lambda _: None,
+        on_revoked: OnRevoked = lambda _offsets, _deadline: None,
     ) -> None:
         settings = connection.settings(
-            group_id=consumer_group, group_protocol="consumer", group_remote_assignor="range", on_commit=_report_commit, **READER_SETTINGS
+            group_id=consumer_group,
+            group_protocol="consumer",
+            group_remote_assignor="range",
+            socket_timeout_ms=int(HAND_OVER_SECONDS * 1000),
+            on_commit=_report_commit,
+            **READER_SETTINGS,
         )
         super().__init__(Consumer(settings), connection)
         self._on_assigned, self._on_revoked = on_assigned, on_revoked
@@ -132,17 +143,25 @@ class GroupConsumer(Fetching):
     def fetch(self, max_records: int = 500, *, timeout_seconds: float) -> list[Record]:
         """See `Fetching.fetch`; also takes part in rebalances."""
         records = super().fetch(max_records, timeout_seconds=timeout_seconds)
-        for record in records:
+        held = [record for record in records if (record.topic, record.partition) in self.positions]
+        for record in held:
             self.positions[record.topic, record.partition] = record.offset + 1
-        return [record for record in records if (record.topic, record.partition) in self.positions]
+        return held
 
-    def commit(self, offsets: Iterable[TopicOffset], *, wait: bool = False) -> None:
-        """Commit next positions. A lost commit means redelivery, which ids make harmless; so by default nobody waits."""
+    def commit(self, offsets: Iterable[TopicOffset], *, wait: Deadline | None = None) -> None:
+        """Commit next positions. A lost commit means redelivery, which ids make harmless; so without `wait` nobody waits.
+
+        With a deadline that has passed nothing is committed. One commit is bounded by the client's request timeout, which for
+        group members is as short as the hand-over's deadline.
+        """
         partitions = [TopicPartition(offset.topic, offset.partition, offset.offset) for offset in offsets]
         if not partitions:
             return
+        if wait is not None and wait.passed:
+            log.warning("offset_commit.overdue", num_partitions=len(partitions))
+            return
         try:
-            self._consumer.commit(offsets=partitions, asynchronous=not wait)
+            self._consumer.commit(offsets=partitions, asynchronous=wait is None)
         except KafkaException as exception:
             log.warning("offset_commit.refused", error=error_of(exception).name())
 
@@ -169,7 +188,7 @@ class GroupConsumer(Fetching):
         self._on_assigned([TopicOffset(p.topic, p.partition, max(p.offset, 0)) for p in committed])
 
     def _revoke(self, consumer: Any, partitions: list[TopicPartition]) -> None:
-        self._on_revoked(self._forget(partitions))
+        self._on_revoked(self._forget(partitions), Deadline(HAND_OVER_SECONDS))
         consumer.incremental_unassign(partitions)
 
     def _lose(self, consumer: Any, partitions: list[TopicPartition]) -> None:
@@ -177,8 +196,7 @@ class GroupConsumer(Fetching):
         self._revoke(consumer, partitions)
 
     def _forget(self, partitions: list[TopicPartition]) -> list[TopicOffset]:
-        gone = [TopicOffset(p.topic, p.partition, self.positions.pop((p.topic, p.partition), 0)) for p in partitions]
-        return gone
+        return [TopicOffset(p.topic, p.partition, self.positions.pop((p.topic, p.partition), 0)) for p in partitions]
 
 
 def _report_commit(error: KafkaError | None, _: Any) -> None:
@@ -229,10 +247,11 @@ class LogReader(Fetching):
         ends = {partition: self.watermarks(topic, partition) for partition in {partition for partition, _ in places}}
         for partition, offset in sorted(places):
             low, high = ends[partition]
+            what = f"record {topic}[{partition}]@{offset}"
             if offset < low:
-                raise BrokerError(f"record {topic}[{partition}]@{offset} was purged: the log begins at {low}; keep records as long as a replay may need them")
+                raise BrokerError(f"{what} was purged: the log begins at {low}; keep records as long as a replay may need them")
             if offset >= high:
-                raise BrokerError(f"record {topic}[{partition}]@{offset} does not exist: the log ends at {high}; is this the run's own cluster?")
+                raise BrokerError(f"{what} does not exist: the log ends at {high}; is this the run's own cluster?")
 
     def read_to_end(self, topics_partitions: Iterable[tuple[str, int]], *, from_offsets: Mapping[tuple[str, int], int] | None = None) -> list[Record]:
         """Return everything that the partitions hold now, from the given offsets (default: all), in order per partition.

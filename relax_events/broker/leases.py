@@ -18,6 +18,7 @@ from confluent_kafka import AcknowledgeType, KafkaException, ShareConsumer
 
 from relax_events.broker.connection import Connection, error_of
 from relax_events.broker.consumer import GroupConsumer
+from relax_events.broker.deadline import Deadline
 from relax_events.broker.records import Record
 from relax_events.errors import BrokerError
 from relax_events.events.types import TopicOffset
@@ -152,7 +153,7 @@ class GroupLeases:
             except BrokerError as error:
                 log.warning("lease.disturbed", error=str(error))
                 self._closing.wait(POLL_SECONDS)
-        self._commit(wait=True)
+        self._commit(wait=Deadline(POLL_SECONDS * 5))
         self._consumer.close()
 
     def _turn(self) -> None:
@@ -193,7 +194,7 @@ class GroupLeases:
                 self._open[record.partition][record.offset] = True
         self._free.release()
 
-    def _commit(self, *, wait: bool = False) -> None:
+    def _commit(self, *, wait: Deadline | None = None) -> None:
         with self._lock:
             marks = [TopicOffset(self._topic, partition, mark) for partition in self._open if (mark := self._advance(partition)) is not None]
         self._consumer.commit(marks, wait=wait)
@@ -208,8 +209,8 @@ class GroupLeases:
             mark = offset + 1
         return mark
 
-    def _revoked(self, offsets: list[TopicOffset]) -> None:
-        self._commit(wait=True)
+    def _revoked(self, offsets: list[TopicOffset], deadline: Deadline) -> None:
+        self._commit(wait=deadline)
         with self._lock:
             for offset in offsets:
                 self._open.pop(offset.partition, None)

@@ -47,8 +47,8 @@ def run(config: Config, *overrides: str) -> None:
     settings = load_run_config(config, overrides)
     prepare_run(settings)
     report = RunSession(settings).run()
-    first, last = report["reward_first"], report["reward_last"]
-    print(f"reward {first:.3f} -> {last:.3f} in {report['steps']} steps, {report['wall_seconds']:.0f} s; report: {settings.run_directory / 'report.html'}")
+    rewards = f"reward {report['reward_first']:.3f} -> {report['reward_last']:.3f}"
+    print(f"{rewards} in {report['steps']} steps, {report['wall_seconds']:.0f} s; report: {settings.run_directory / 'report.html'}")
 
 
 @app.command

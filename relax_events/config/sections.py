@@ -292,9 +292,14 @@ class TelemetryConfig(Section):
     metrics_host: str = "127.0.0.1"
     """Address on which a worker serves `/metrics`, `/healthz` and `/readyz`."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the same; 0 takes a free one and logs it."""
+    """Port of the same; 0 takes a free one and logs it. Above 0 it is that of the first worker on a machine: `relax run` gives the
+    others the ports behind it, and so do the ranks of a trainer."""
     tensorboard: bool = False
     """The metrics role writes TensorBoard files into the run's directory (extra `trackers`)."""
+
+    def port_of(self, place: int) -> int:
+        """Return the port of the worker that is so many places behind the first on its machine; 0 stays 0."""
+        return self.metrics_port + place if self.metrics_port else 0
 
 
 class RunConfig(Section):

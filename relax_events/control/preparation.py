@@ -6,21 +6,34 @@ import subprocess
 import sys
 
 from relax_events.config import RunConfig
+from relax_events.control.requirements import require_metrics_ports, require_model, require_roles
 from relax_events.control.supervisor import worker_environment
+from relax_events.data.sources import open_source
 from relax_events.errors import ConfigError, RunFailed
+
+GENERATED = "reasoning_gym:"
+"""Its generators take seconds to import, which the prompter does while the other workers start."""
 
 
 def prepare_run(config: RunConfig) -> None:
-    """Make the model if it is to be made and is not there. In a process of its own, so that this one stays light.
+    """Refuse what can't work before anything is started, and make the model if it is to be made and is not there.
 
     Raises:
-        ConfigError: The model's folder does not exist and the run file doesn't say how to make one.
-        RunFailed: Making it failed; what it printed stands above.
+        ConfigError: The run file names a role, a model, a data file or a row that is missing or unfit.
+        EnvironmentProblem: A package is not installed, or a port is taken.
+        RunFailed: Making the model failed; what it printed stands above.
     """
-    if config.model.path.exists():
-        return
-    if config.model.tiny is None:
-        raise ConfigError(f"model.path {config.model.path} does not exist; give the folder of a checkpoint, or a [model.tiny] section to make a small model")
+    require_roles(config)
+    require_metrics_ports(config)
+    require_model(config)
+    if not config.data.source.startswith(GENERATED):
+        open_source(config.data, seed=config.run.seed)
+    if not config.model.path.exists():
+        _make_model(config)
+
+
+def _make_model(config: RunConfig) -> None:
+    """Make the model in a process of its own, so that this one stays light."""
     resolved = config.run_directory / "prepare.json"
     resolved.parent.mkdir(parents=True, exist_ok=True)
     resolved.write_text(config.model_dump_json())

@@ -12,6 +12,7 @@ from relax_events.errors import ConfigError, EnvironmentProblem
 
 MODEL_PACKAGES = ("torch", "transformers", "safetensors")
 MODEL_FILES = ("config.json", "tokenizer_config.json")
+MAX_PORT = 65_535
 
 
 def require_roles(config: RunConfig) -> str:
@@ -52,19 +53,27 @@ def require_model(config: RunConfig) -> str:
     return f"{path} is complete"
 
 
-def require_metrics_port(config: RunConfig) -> str:
-    """Return where workers serve their metrics, once the address is this machine's and the port is free.
+def require_metrics_ports(config: RunConfig) -> str:
+    """Return where the workers of `relax run` serve their metrics, once the address is this machine's and the ports are free.
 
     Raises:
-        EnvironmentProblem: The port is taken or the address is not ours; the text names both.
+        EnvironmentProblem: A port is taken or the address is not ours; the text names both.
     """
-    host, port = config.telemetry.metrics_host, config.telemetry.metrics_port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
+    host, first = config.telemetry.metrics_host, config.telemetry.metrics_port
+    last = config.telemetry.port_of(sum(config.roles().values()) + config.trainer.ranks - 2)
+    if last > MAX_PORT:
+        need = f"the last worker would serve on {last}; set it to {first + MAX_PORT - last} or less"
+        raise ConfigError(f"telemetry.metrics_port = {first} leaves no room: {need}")
+    for port in range(first, last + 1):
+        _require_free(host, port)
+    return f"{host}, ports {first} to {last}" if first else f"{host}, free ports"
+
+
+def _require_free(host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            remedy = "set telemetry.metrics_port = 0 for a free one" if error.errno == errno.EADDRINUSE else "set telemetry.metrics_host"
+            remedy = "set telemetry.metrics_port = 0 for free ones" if error.errno == errno.EADDRINUSE else "set telemetry.metrics_host"
             raise EnvironmentProblem(f"can't serve metrics on {host}:{port}: {error.strerror}; {remedy}") from None
-    return f"{host}:{port}" if port else f"{host}, free ports"

@@ -15,10 +15,10 @@ import structlog
 
 from relax_events.config import RunConfig
 from relax_events.control.orphans import VARIABLE
-from relax_events.errors import ConfigError, EnvironmentProblem, RunFailed, SchemaError
+from relax_events.errors import ConfigError, RunFailed, SchemaError
 
 log = structlog.get_logger()
-FATAL_CODES = {ConfigError.exit_code, EnvironmentProblem.exit_code, SchemaError.exit_code}
+FATAL_CODES = {kind.exit_code: kind for kind in (ConfigError, SchemaError)}
 BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0)
 RESTART_WINDOW_SECONDS = 60.0
 LOG_TAIL_LINES = 12
@@ -31,6 +31,7 @@ class ManagedProcess:
     worker_id: str
     command: list[str]
     log_path: Path
+    metrics_port: int = 0
     process: subprocess.Popen[bytes] | None = None
     start_after: float = 0.0
     starts: list[float] = field(default_factory=list)
@@ -63,16 +64,17 @@ class Supervisor:
         self.num_restarts = 0
 
     def _planned(self) -> list[ManagedProcess]:
-        return [self._process(role, index) for role, count in self._config.roles().items() for index in range(count)]
+        workers = [(role, index) for role, count in self._config.roles().items() for index in range(count)]
+        return [self._process(role, index, place=place) for place, (role, index) in enumerate(workers)]
 
-    def _process(self, role: str, index: int) -> ManagedProcess:
+    def _process(self, role: str, index: int, *, place: int) -> ManagedProcess:
         worker_id = f"{role}-{index}"
         launcher = [sys.executable, "-m", "relax_events.cli"]
         if role == "trainer" and self._config.trainer.ranks > 1:
             ranks = str(self._config.trainer.ranks)
             launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "-m", "relax_events.cli"]
         command = [*launcher, "worker", role, str(self._config_path), "--index", str(index)]
-        return ManagedProcess(worker_id, command, self._logs / f"{worker_id}.log")
+        return ManagedProcess(worker_id, command, self._logs / f"{worker_id}.log", self._config.telemetry.port_of(place))
 
     @property
     def pids(self) -> dict[str, int]:
@@ -88,15 +90,17 @@ class Supervisor:
     def add(self, role: str) -> str:
         """Start one more worker of a role; return its id."""
         index = sum(1 for name in self._processes if name.rpartition("-")[0] == role)
-        managed = self._processes[f"{role}-{index}"] = self._process(role, index)
+        place = len(self._processes) + self._config.trainer.ranks - 1  # the trainer comes last in the plan, and takes a port for each rank
+        managed = self._processes[f"{role}-{index}"] = self._process(role, index, place=place)
         self._spawn(managed)
         return managed.worker_id
 
     def _spawn(self, managed: ManagedProcess) -> None:
         managed.starts = [*managed.starts[-50:], time.monotonic()]
+        environment = worker_environment() | {"RELAX_TELEMETRY__METRICS_PORT": str(managed.metrics_port)}
         with managed.log_path.open("ab") as file:
             managed.process = subprocess.Popen(
-                managed.command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True, env=worker_environment()
+                managed.command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True, env=environment
             )
         log.info("worker.spawned", worker_id=managed.worker_id, pid=managed.process.pid)
 
@@ -104,7 +108,8 @@ class Supervisor:
         """Look after the processes once.
 
         Raises:
-            RunFailed: A worker ended with an error that a restart won't mend, or too often; the text ends with its log.
+            ConfigError, SchemaError: A worker ended with an error that a restart won't mend; the text ends with its log.
+            RunFailed: A worker ended too often; likewise.
         """
         now = time.monotonic()
         for managed in self._processes.values():
@@ -117,7 +122,8 @@ class Supervisor:
     def _note_death(self, managed: ManagedProcess, code: int) -> None:
         recent = [start for start in managed.starts if time.monotonic() - start < RESTART_WINDOW_SECONDS]
         if code in FATAL_CODES or len(recent) > self._config.workers.max_restarts:
-            raise RunFailed(f"{managed.worker_id} ended with exit code {code}; the end of {managed.log_path}:\n{managed.log_tail()}")
+            kind = FATAL_CODES.get(code, RunFailed)
+            raise kind(f"{managed.worker_id} ended with exit code {code}; the end of {managed.log_path}:\n{managed.log_tail()}")
         delay = BACKOFF_SECONDS[min(len(recent) - 1, len(BACKOFF_SECONDS) - 1)]
         log.warning("worker.died", worker_id=managed.worker_id, code=code, restart_in_seconds=delay)
         self.num_restarts += 1

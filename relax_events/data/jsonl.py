@@ -77,12 +77,13 @@ class JsonlSource:
         prompt = self._column(columns, self._config.prompt_key, "data.prompt_key", place)
         answer = self._column(columns, self._config.answer_key, "data.answer_key", place) if self._config.answer_key else ""
         messages = with_system_prompt(_messages(prompt, f"{place}: {self._config.prompt_key}"), self._config.system_prompt)
-        return PromptRow(messages, answer if isinstance(answer, str) else orjson.dumps(answer).decode(), orjson.dumps(columns).decode())
+        rest = {key: value for key, value in columns.items() if key not in (self._config.prompt_key, self._config.answer_key)}
+        return PromptRow(messages, answer if isinstance(answer, str) else orjson.dumps(answer).decode(), orjson.dumps(rest).decode())
 
     def _column(self, columns: dict[str, Any], key: str, setting: str, place: str) -> Any:
         if key not in columns:
             raise ConfigError(f"{place} has no key {key!r}, only {', '.join(map(repr, columns)) or 'none'}; set {setting}")
-        return columns.pop(key)
+        return columns[key]
 
 
 def _messages(prompt: Any, place: str) -> list[ChatMessage]:

@@ -75,6 +75,7 @@ class RowCache(Cache):
         """Give 0: rows differ in length, and their positions travel with the step."""
         return 0
 
+    @torch.inference_mode()
     def move(self, sources: Sequence[int], targets: Sequence[int], *, num_tokens: int) -> None:
         """Copy rows onto others that were left."""
         for layer in self._layers:

@@ -77,6 +77,11 @@ class TransformersEngine:
         """Samples submitted and not finished."""
         return len(self._waiting) + self._table.num_rows
 
+    @property
+    def cache_bytes(self) -> int:
+        """Memory that the key-value cache takes at present."""
+        return self._cache.num_bytes
+
     def submit(self, request: GenerationRequest) -> None:
         """Queue a prompt group's samples.
 
@@ -175,7 +180,7 @@ class TransformersEngine:
         """Compute the cache of sequences whose padded length is the same, and draw the next token of every sample."""
         arrays = [np.frombuffer(sequence, np.int32) for sequence, _ in sharers]
         lengths = np.array([len(array) for array in arrays])
-        ids = np.zeros((len(arrays), _rounded(lengths.max(), TOKEN_BLOCK)), np.int64)
+        ids = np.zeros((len(arrays), _rounded(int(lengths.max()), TOKEN_BLOCK)), np.int64)
         for row, array in enumerate(arrays):
             ids[row, : len(array)] = array
         logits, prompts = self._model.prefill(self._tensor(ids), self._tensor(lengths - 1))
@@ -227,4 +232,4 @@ class TransformersEngine:
 
 
 def _rounded(count: int, block: int) -> int:
-    return int(-(-count // block) * block)
+    return -(-count // block) * block

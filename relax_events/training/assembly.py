@@ -7,6 +7,7 @@ ended, and it decides once: whatever arrives for a decided prompt group afterwar
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from relax_events.broker.records import Record
@@ -14,6 +15,7 @@ from relax_events.events.types import Outcome, PromptGroupEnded, SampleReady, To
 from relax_events.policy import IssuedGroup, ReadyGroup, is_expired
 
 Key = tuple[str, int]
+ID_WINDOW = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +36,40 @@ class _Assembling:
         return bool(self.samples) and len(self.samples) == next(iter(self.samples.values())).sample.samples_per_prompt
 
 
+class DecidedGroups:
+    """The ids of prompt groups whose end is committed: the id window. Its memory is bounded.
+
+    What is forgotten is remembered as a whole: everything issued for a step as old as the newest forgotten one counts as
+    decided, since it lies tens of thousands of prompt groups behind.
+    """
+
+    def __init__(self, group_ids: Iterable[str]) -> None:
+        self._ids: dict[str, None] = {}
+        self._forgotten_step = -1
+        for group_id in sorted(group_ids):
+            self.add(group_id)
+
+    def add(self, group_id: str) -> None:
+        """Add an id; forget the older half when there are too many."""
+        self._ids[group_id] = None
+        if len(self._ids) > ID_WINDOW:
+            for old in list(self._ids)[: ID_WINDOW // 2]:
+                del self._ids[old]
+                self._forgotten_step = max(self._forgotten_step, IssuedGroup.parse(old).place.train_step)
+
+    def __contains__(self, group_id: str) -> bool:
+        return group_id in self._ids or (self._forgotten_step >= 0 and IssuedGroup.parse(group_id).place.train_step <= self._forgotten_step)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._ids)
+
+
 class GroupAssembler:
     """See the module's docstring."""
 
     def __init__(self, *, topic: str, max_staleness: int, decided: set[str]) -> None:
         self._topic, self._max_staleness = topic, max_staleness
-        self._decided = decided
+        self._decided = DecidedGroups(decided)
         self._parts: dict[Key, _Assembling] = {}
         self._held: dict[int, dict[int, Key]] = {}
         self._positions: dict[int, int] = {}
@@ -156,6 +186,10 @@ class GroupAssembler:
             TopicOffset(self._topic, partition, next(iter(self._held.get(partition, ())), position))
             for partition, position in sorted(self._positions.items())
         ]
+
+    def id_window(self) -> list[str]:
+        """Return the ids of decided prompt groups, oldest first, for the checkpoint."""
+        return list(self._decided)
 
     def _drop_all(self, group_id: str) -> None:
         for key in [key for key in self._parts if key[0] == group_id]:

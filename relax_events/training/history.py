@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from relax_events.broker.consumer import LogReader
 from relax_events.events.types import CheckpointRef, Event, PolicyVersionPublished, PromptGroupEnded, TrainStepCommitted
@@ -18,6 +20,7 @@ class TrainingHistory:
     steps: list[TrainStepCommitted] = field(default_factory=list)
     ended_group_ids: set[str] = field(default_factory=set)
     published: list[PolicyVersionPublished] = field(default_factory=list)
+    checkpoint_positions: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def read(cls, worker: Worker) -> TrainingHistory:
@@ -56,9 +59,14 @@ class TrainingHistory:
         """The newest checkpoint that a committed step names."""
         return next((step.checkpoint for step in reversed(self.steps) if step.checkpoint is not None), None)
 
+    def take_checkpoint(self, extra: Mapping[str, Any]) -> None:
+        """Take over a checkpoint's offsets and id window: they hold even where the control log was cut off or is behind."""
+        self.ended_group_ids |= set(extra["id_window"])
+        self.checkpoint_positions = {partition: offset for partition, offset in extra["consumed"]}
+
     def positions(self) -> dict[int, int]:
         """Where reading advantage.samples goes on, by partition: below it everything was decided."""
-        positions: dict[int, int] = {}
+        positions = dict(self.checkpoint_positions)
         for step in self.steps:
             positions |= {offset.partition: max(offset.offset, positions.get(offset.partition, 0)) for offset in step.consumed}
         return positions

@@ -53,7 +53,7 @@ def test_apply_refuses_another_number_of_partitions(admin: Admin, apply_run: Cal
 
 
 def test_create_names_the_remedy_when_there_are_too_few_brokers(admin: Admin, run_id: str) -> None:
-    with pytest.raises(BrokerRefused, match="creating topic .*; set broker.replication_factor to the number of brokers or less"):
+    with pytest.raises(BrokerRefused, match=r"creating topic .*; set broker\.replication_factor to the number of brokers or less"):
         admin.create([TopicSpec(f"{run_id}.wide", 1, 50, "of a test")])
 
 
@@ -84,9 +84,7 @@ def test_end_offsets_name_a_topic_that_does_not_exist(admin: Admin, run_id: str)
         admin.end_offsets([(f"{run_id}.missing", 0)])
 
 
-def test_consumer_lag_is_counted_by_slot(
-    admin: Admin, connection: Connection, producer: RecordProducer, apply_run: Callable[..., RunConfig]
-) -> None:
+def test_consumer_lag_is_counted_by_slot(admin: Admin, connection: Connection, producer: RecordProducer, apply_run: Callable[..., RunConfig]) -> None:
     from relax_events.broker.consumer import LogReader
     from relax_events.broker.transactions import TransactionalWriter
     from relax_events.events.types import TopicOffset
@@ -120,5 +118,5 @@ def test_write_is_refused_when_the_record_is_larger_than_the_client_allows(produ
 
 def test_write_is_refused_when_the_topic_does_not_exist(bootstrap_servers: str, run_id: str) -> None:
     quick = Connection(bootstrap_servers, client={"topic.metadata.propagation.max.ms": 100})
-    with pytest.raises(BrokerRefused, match="delivering records: (_UNKNOWN_TOPIC|UNKNOWN_TOPIC_OR_PART)"):
+    with pytest.raises(BrokerRefused, match=r"delivering records: (_UNKNOWN_TOPIC|UNKNOWN_TOPIC_OR_PART)"):
         RecordProducer(quick).write([OutRecord(f"{run_id}.missing", b"x")])

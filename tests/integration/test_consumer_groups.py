@@ -9,6 +9,7 @@ from broker_steps import fetch_until, fill, next_line, other_process, turn_until
 from relax_events.broker.admin import Admin
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import GroupConsumer
+from relax_events.broker.deadline import Deadline
 from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord
 from relax_events.events.types import TopicOffset
@@ -20,13 +21,14 @@ CRASHING_MEMBER = """
 import sys
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import GroupConsumer
+from relax_events.broker.deadline import Deadline
 from relax_events.events.types import TopicOffset
 bootstrap_servers, group, topic = sys.argv[1:]
 consumer = GroupConsumer(Connection(bootstrap_servers), consumer_group=group, topics=[topic])
 records = []
 while len(records) < 10:
     records += consumer.fetch(timeout_seconds=0.2)
-consumer.commit([TopicOffset(topic, 0, 4)], wait=True)
+consumer.commit([TopicOffset(topic, 0, 4)], wait=Deadline(10))
 print(len(records))
 sys.stdin.read()
 """
@@ -51,7 +53,9 @@ def test_member_reads_all_records_in_order_when_it_is_alone(
     consumer.close()
 
 
-def test_members_hold_the_same_partitions_of_all_topics_when_there_are_two(connection: Connection, make_topic: MakeTopic, make_group: MakeGroup) -> None:
+def test_members_hold_the_same_partitions_of_all_topics_when_there_are_two(
+    connection: Connection, make_topic: MakeTopic, make_group: MakeGroup
+) -> None:
     topics = [make_topic("rollout.samples", 4), make_topic("reward.scores", 4)]
     group = make_group("advantage")
     members = [GroupConsumer(connection, consumer_group=group, topics=topics) for _ in range(2)]
@@ -75,9 +79,9 @@ def test_revoked_member_commits_first_when_a_second_one_joins(
         fill(producer, topic, [b"x"] * 5, partition=partition)
     revoked: list[TopicOffset] = []
 
-    def give_back(offsets: list[TopicOffset]) -> None:
+    def give_back(offsets: list[TopicOffset], deadline: Deadline) -> None:
         revoked.extend(offsets)
-        first.commit(offsets, wait=True)
+        first.commit(offsets, wait=deadline)
 
     first = GroupConsumer(connection, consumer_group=group, topics=[topic], on_revoked=give_back)
     fetch_until(first, lambda records: len(records) == 10)

@@ -143,9 +143,7 @@ def test_stopped_source_leases_nothing_new_and_keeps_what_it_holds(work: Queue, 
         assert values(take(inbox, 2)) == ["c", "d"]
 
 
-def test_records_come_again_when_their_holder_was_killed(
-    work: Queue, single: RecordProducer, bootstrap_servers: str
-) -> None:
+def test_records_come_again_when_their_holder_was_killed(work: Queue, single: RecordProducer, bootstrap_servers: str) -> None:
     enqueue(single, work.topic, ["a", "b"])
     with other_process(HOLDER, work.kind, bootstrap_servers, work.group, work.topic) as holder:
         assert sorted([next_line(holder), next_line(holder)]) == ["a", "b"]

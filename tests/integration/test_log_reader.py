@@ -12,6 +12,7 @@ from confluent_kafka.admin import AdminClient
 
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import GroupConsumer, LogReader
+from relax_events.broker.deadline import Deadline
 from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord
 from relax_events.broker.transactions import TransactionalWriter
@@ -126,7 +127,9 @@ def test_read_exactly_says_so_at_once_when_a_record_was_never_written(reader: Lo
     reader.close()
 
 
-def test_reading_goes_on_at_the_oldest_record_when_the_log_was_cut_off(connection: Connection, producer: RecordProducer, make_topic: MakeTopic) -> None:
+def test_reading_goes_on_at_the_oldest_record_when_the_log_was_cut_off(
+    connection: Connection, producer: RecordProducer, make_topic: MakeTopic
+) -> None:
     topic = make_topic("a")
     fill(producer, topic, numbered(10))
     purge(connection, topic, below=6)
@@ -147,7 +150,7 @@ def test_group_member_goes_on_at_the_oldest_record_when_its_commit_was_cut_off(
     fill(producer, topic, numbered(10))
     earlier = GroupConsumer(connection, consumer_group=group, topics=[topic])
     fetch_until(earlier, bool)
-    earlier.commit([TopicOffset(topic, 0, 2)], wait=True)
+    earlier.commit([TopicOffset(topic, 0, 2)], wait=Deadline(10))
     earlier.close()
     purge(connection, topic, below=7)
     consumer = GroupConsumer(connection, consumer_group=group, topics=[topic])

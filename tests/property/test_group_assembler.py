@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from event_samples import ended, ready
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from relax_events.broker.records import Record
 from relax_events.events.types import Outcome, PromptGroupEnded, SampleReady
 from relax_events.policy import ReadyGroup
+from relax_events.training import assembly
 from relax_events.training.assembly import GroupAssembler
 
 TOPIC = "relax.test.advantage.samples"
@@ -230,3 +232,12 @@ def test_failed_group_ends_with_its_reason() -> None:
     add_group(assembler, "000000-0000-0", version=0, offset=0, trainer_version=0)
     assembler.fail("000000-0000-0", "too long", policy_version=0, trainer_version=0)
     assert ends_of(assembler) == [("000000-0000-0", Outcome.FAILED)]
+
+
+def test_id_window_stays_bounded_and_counts_what_it_forgot_as_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "ID_WINDOW", 10)
+    decided = assembly.DecidedGroups(f"{step:06d}-0000-0" for step in range(25))
+    assert len(list(decided)) <= 10
+    assert all(f"{step:06d}-0000-0" in decided for step in range(25))
+    assert "000003-0007-2" in decided
+    assert "000025-0000-0" not in decided

@@ -60,7 +60,10 @@ def test_what_is_expired_is_what_lies_before_the_window(sample: int, trainer: in
         assert not expired
 
 
-@given(positions=st.dictionaries(st.integers(0, 7), st.integers(0, 99)), starts=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 99)), unique_by=lambda s: s[0]))
+@given(
+    positions=st.dictionaries(st.integers(0, 7), st.integers(0, 99)),
+    starts=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 99)), unique_by=lambda s: s[0]),
+)
 def test_skip_never_goes_back_nor_to_a_partition_of_others(positions: dict[int, int], starts: list[tuple[int, int]]) -> None:
     targets = skip_targets(positions, starts)
     for partition, offset in targets.items():
@@ -161,7 +164,10 @@ class SimulatedRun:
             if is_expired(version, trainer_version=self.version, max_staleness=self.max_staleness):
                 self.ready.remove((group, version))
                 self.end(group, Outcome.EXPIRED)
-        rows = [ReadyGroup(group.place.train_step, group.place.group_index, group.attempt, version, group.prompt_group_id) for group, version in self.ready]
+        rows = [
+            ReadyGroup(group.place.train_step, group.place.group_index, group.attempt, version, group.prompt_group_id)
+            for group, version in self.ready
+        ]
         chosen = select_groups(rows, trainer_version=self.version, count=self.groups_per_step, order=self.order)
         if len(chosen) < self.groups_per_step:
             return
@@ -194,7 +200,11 @@ def test_ready_first_run_never_trains_too_stale_and_reaches_its_goal(max_stalene
     assert len(set(run.trained_ids)) == len(run.trained_ids) == 18
 
 
-@given(st.lists(st.builds(ReadyGroup, st.integers(0, 4), st.integers(0, 4), st.integers(0, 2), st.integers(0, 4), st.text(max_size=3))), st.integers(0, 4), st.integers(1, 5))
+@given(
+    st.lists(st.builds(ReadyGroup, st.integers(0, 4), st.integers(0, 4), st.integers(0, 2), st.integers(0, 4), st.text(max_size=3))),
+    st.integers(0, 4),
+    st.integers(1, 5),
+)
 def test_selection_is_the_same_whatever_order_the_ranks_report_in(ready: list[ReadyGroup], version: int, count: int) -> None:
     chosen = select_groups(ready, trainer_version=version, count=count, order="in_order")
     assert chosen == select_groups(reversed(ready), trainer_version=version, count=count, order="in_order")

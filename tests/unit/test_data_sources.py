@@ -67,7 +67,7 @@ def test_jsonl_needs_no_answers_when_told_so(tmp_path: Path) -> None:
     ("line", "text"),
     [
         ({"question": "q", "answer": "a"}, r"rows.jsonl:2 has no key 'prompt', only 'question', 'answer'; set data.prompt_key"),
-        ({"prompt": "q", "solution": "a"}, r"rows.jsonl:2 has no key 'answer', only 'solution'; set data.answer_key"),
+        ({"prompt": "q", "solution": "a"}, r"rows.jsonl:2 has no key 'answer', only 'prompt', 'solution'; set data.answer_key"),
         ("{broken", r"rows.jsonl:2 is not JSON: .*; each line must be one JSON object"),
         ([1, 2], r"rows.jsonl:2 is a list; each line must be one JSON object"),
         ({"prompt": 7, "answer": "a"}, r"rows.jsonl:2: prompt is a number; a prompt is a non-empty string or a list of chat messages"),

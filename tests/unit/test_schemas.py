@@ -124,7 +124,9 @@ def test_dataclass_has_the_schemas_fields_one_for_one(schema: Schema) -> None:
         assert plain_type(field["type"]) == expected_type(hints[field["name"]]), field["name"]
 
 
-@pytest.mark.parametrize("schema", [found for schema in SCHEMAS.values() for found in named(schema) if found["type"] == "enum"], ids=lambda schema: schema["name"])
+@pytest.mark.parametrize(
+    "schema", [found for schema in SCHEMAS.values() for found in named(schema) if found["type"] == "enum"], ids=lambda schema: schema["name"]
+)
 def test_enumeration_has_the_schemas_symbols_and_a_default(schema: Schema) -> None:
     cls = CLASSES[schema["name"]]
     assert issubclass(cls, StrEnum)

@@ -72,7 +72,10 @@ def test_share_survives_the_way_to_other_ranks(members: list[tuple[int, int, flo
 
 def test_trained_outcomes_name_each_groups_version_and_mean_reward() -> None:
     share = StepShare(0)
-    samples = [ready("000002-0001-1", 0, version=2, reward=1.0), ready("000002-0001-1", 1, version=2, min_policy_version=3, max_policy_version=3, reward=0.0)]
+    samples = [
+        ready("000002-0001-1", 0, version=2, reward=1.0),
+        ready("000002-0001-1", 1, version=2, min_policy_version=3, max_policy_version=3, reward=0.0),
+    ]
     share.note([PlacedSample(sample, 0, offset) for offset, sample in enumerate(samples)], trainer_version=3)
     share.prompt_group_ids = ["000002-0001-1"]
     (end,) = trained_outcomes([share], 3)
@@ -111,4 +114,9 @@ def test_phases_add_up_even_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_layout_arrays_have_the_types_of_the_log(shares: list[StepShare]) -> None:
     layout = StepLayout.of(shares)
-    assert [array.dtype for array in (layout.partitions, layout.offsets, layout.ranks, layout.micro_batches)] == [np.int32, np.int64, np.int32, np.int32]
+    assert [array.dtype for array in (layout.partitions, layout.offsets, layout.ranks, layout.micro_batches)] == [
+        np.int32,
+        np.int64,
+        np.int32,
+        np.int32,
+    ]

@@ -1,0 +1,51 @@
+"""Calls `relax` as a shell does, and reads what a run leaves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+Relax = Callable[..., Finished]
+
+
+def call_relax(*arguments: str | Path, cwd: Path, timeout_seconds: float = 60.0) -> Finished:
+    """Run `relax` in a folder, as a shell would."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RELAX_")} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "relax_events.cli", *map(str, arguments)]
+    ended = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_seconds, check=False)
+    return Finished(ended.returncode, ended.stdout, ended.stderr)
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write a JSON-lines file."""
+    path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    return path
+
+
+def report_of(folder: Path, run_id: str) -> dict[str, Any]:
+    """Read the report of a run that was started in a folder."""
+    report: dict[str, Any] = orjson.loads((folder / ".relax/runs" / run_id / "report.json").read_bytes())
+    return report
+
+
+def log_of(folder: Path, run_id: str, worker_id: str) -> list[dict[str, Any]]:
+    """Read the log events of one of its workers."""
+    lines = (folder / ".relax/runs" / run_id / "logs" / f"{worker_id}.log").read_text().splitlines()
+    return [orjson.loads(line) for line in lines if line.startswith("{")]

@@ -1,0 +1,153 @@
+"""A map role writes one record for each sample, commits after, passes over what expired, and keeps what it could not use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from broker_steps import TIMEOUT_SECONDS, turn_until
+from event_samples import evaluated, published, rolled_out
+
+from relax_events.broker.admin import Admin
+from relax_events.broker.connection import Connection
+from relax_events.broker.consumer import LogReader
+from relax_events.broker.producer import RecordProducer
+from relax_events.broker.records import OutRecord, Record
+from relax_events.config import RunConfig
+from relax_events.events.codec import EventCodec
+from relax_events.events.types import SampleEvaluated, SampleRolledOut, TopicOffset
+from relax_events.objects import ObjectStore
+from relax_events.pipeline.map_role import MapRole
+from relax_events.pipeline.worker import Worker
+from relax_events.topics import TopicPlan
+from workers.opening import StoreClaimCheck
+
+CODEC = EventCodec()
+
+
+@pytest.fixture
+def config(apply_run: Callable[..., RunConfig]) -> RunConfig:
+    return apply_run(run={"max_staleness": 1}, broker={"shards": 1})
+
+
+@pytest.fixture
+def plan(config: RunConfig) -> TopicPlan:
+    return TopicPlan.of(config)
+
+
+@pytest.fixture
+def role(config: RunConfig, tmp_path: Path) -> Callable[[], AbstractContextManager[Worker]]:
+    """Return what runs the reference role, with a forward pass that gives zeros, until the block ends."""
+
+    @contextmanager
+    def run() -> Iterator[Worker]:
+        store = ObjectStore.open((tmp_path / "objects").as_uri())
+        with Worker("reference", config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)) as worker:
+
+            def handle(samples: Sequence[SampleRolledOut]) -> list[OutRecord]:
+                return [
+                    worker.sample_record(
+                        "reference.logprobs",
+                        evaluated(sample.prompt_group_id, sample.sample_index, version=sample.policy_version),
+                        prompt_group_id=sample.prompt_group_id,
+                        policy_version=sample.policy_version,
+                    )
+                    for sample in samples
+                ]
+
+            thread = threading.Thread(target=MapRole(worker, handle).run)
+            thread.start()
+            try:
+                yield worker
+            finally:
+                worker.drain.start()
+                thread.join(TIMEOUT_SECONDS)
+                assert not thread.is_alive()
+
+    return run
+
+
+def write(producer: RecordProducer, plan: TopicPlan, *samples: SampleRolledOut, value: bytes | None = None) -> None:
+    producer.write(
+        OutRecord(
+            plan.topic("rollout.samples"),
+            CODEC.encode(sample) if value is None else value,
+            key=sample.prompt_group_id,
+            partition=plan.partition(sample.prompt_group_id, sample.policy_version),
+            headers={"policy-version": str(sample.policy_version)},
+        )
+        for sample in samples
+    )
+
+
+def read(connection: Connection, plan: TopicPlan, entity: str) -> list[Record]:
+    reader = LogReader(connection)
+    num_partitions = plan.num_sample_partitions if entity in ("rollout.samples", "reference.logprobs") else 1
+    try:
+        return reader.read_to_end([(plan.topic(entity), partition) for partition in range(num_partitions)])
+    finally:
+        reader.close()
+
+
+def announce(producer: RecordProducer, plan: TopicPlan, version: int, *, start_offset: int = 0) -> None:
+    starts = [TopicOffset(plan.topic("rollout.samples"), partition, start_offset) for partition in plan.partitions_of_version(version)]
+    producer.write([OutRecord(plan.topic("control.policy-versions"), CODEC.encode(published(version, start_offsets=starts)))])
+
+
+def test_every_sample_is_answered_in_its_partition_and_committed(
+    role: Callable[[], AbstractContextManager[Worker]], plan: TopicPlan, producer: RecordProducer, connection: Connection, admin: Admin
+) -> None:
+    samples = [rolled_out("000000-0000-0", 0), rolled_out("000000-0000-0", 1), rolled_out("000001-0000-0", 0, version=1)]
+    write(producer, plan, *samples)
+    with role():
+        turn_until(lambda: len(read(connection, plan, "reference.logprobs")) == 3)
+        turn_until(lambda: sum(admin.committed(plan.consumer_group("reference")).values()) == 3)
+    answers = [CODEC.decode(record.value) for record in read(connection, plan, "reference.logprobs")]
+    assert {answer.sample_id for answer in answers if isinstance(answer, SampleEvaluated)} == {sample.sample_id for sample in samples}
+    assert {record.partition for record in read(connection, plan, "reference.logprobs")} == {0, 1}
+
+
+def test_poison_goes_to_the_dead_letters_and_the_rest_goes_on(
+    role: Callable[[], AbstractContextManager[Worker]], plan: TopicPlan, producer: RecordProducer, connection: Connection
+) -> None:
+    write(producer, plan, rolled_out(rollout_logprobs=np.full(4, np.nan, np.float32)))
+    write(producer, plan, rolled_out(index=1), value=b"garbage")
+    write(producer, plan, rolled_out("000000-0001-0"))
+    with role():
+        turn_until(lambda: len(read(connection, plan, "reference.logprobs")) == 1)
+        turn_until(lambda: len(read(connection, plan, "reference.dead-letters")) == 2)
+    assert [letter.headers["error-class"] for letter in read(connection, plan, "reference.dead-letters")] == ["PoisonSample", "CorruptRecord"]
+
+
+def test_expired_samples_are_passed_over_without_being_decoded(
+    role: Callable[[], AbstractContextManager[Worker]], plan: TopicPlan, producer: RecordProducer, connection: Connection
+) -> None:
+    """Garbage of a version that left the window is not even a dead letter."""
+    for version in range(3):
+        announce(producer, plan, version)
+    write(producer, plan, rolled_out(version=0), value=b"garbage")
+    write(producer, plan, rolled_out("000001-0000-0", version=1), rolled_out("000002-0000-0", version=2))
+    with role() as worker:
+        turn_until(lambda: len(read(connection, plan, "reference.logprobs")) == 2)
+        turn_until(lambda: b'relax_records_expired_total{role="reference"} 1.0' in worker.metrics.exposition())
+    assert read(connection, plan, "reference.dead-letters") == []
+
+
+def test_published_version_moves_the_consumer_past_what_is_stale_in_its_slot(
+    role: Callable[[], AbstractContextManager[Worker]], plan: TopicPlan, producer: RecordProducer, connection: Connection, admin: Admin
+) -> None:
+    """Version 3 takes over the slot of version 0; ten records of version 0 lie before its own."""
+    announce(producer, plan, 0)
+    write(producer, plan, *(rolled_out(f"000000-{index:04d}-0", version=0) for index in range(10)))
+    for version in (1, 2):
+        announce(producer, plan, version)
+    announce(producer, plan, 3, start_offset=10)
+    write(producer, plan, rolled_out("000003-0000-0", version=3))
+    with role() as worker:
+        turn_until(lambda: len(read(connection, plan, "reference.logprobs")) == 1)
+        turn_until(lambda: b'relax_records_expired_total{role="reference"} 10.0' in worker.metrics.exposition())
+        turn_until(lambda: admin.committed(plan.consumer_group("reference")).get((plan.topic("rollout.samples"), 0)) == 11)

@@ -1,0 +1,252 @@
+"""A committed step is on the log whole: its batch, ends, version and offsets; replay trains it again in the recorded order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from broker_steps import turn_until
+from event_samples import ended, ready
+
+from relax_events.broker.admin import Admin
+from relax_events.broker.consumer import LogReader
+from relax_events.broker.producer import RecordProducer
+from relax_events.config import RunConfig
+from relax_events.errors import BrokerUnavailable, Fenced, RunFailed
+from relax_events.events.types import ObjectRef, Outcome, SampleReady, TopicOffset, TrainStepCommitted
+from relax_events.objects import ObjectStore
+from relax_events.pipeline.worker import Worker
+from relax_events.training.assembly import PlacedSample
+from relax_events.training.commit import StepCommitter
+from relax_events.training.history import TrainingHistory
+from relax_events.training.ranks import SingleRank
+from relax_events.training.replay import Replay
+from relax_events.training.step_record import StepShare
+from relax_events.weights.artifacts import weights_digest
+from workers.opening import StoreClaimCheck
+
+ARTIFACT = ObjectRef("file:///objects/weights/manifest.json", bytes(32), 10)
+DIGEST = weights_digest({})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ObjectStore:
+    return ObjectStore.open((tmp_path / "objects").as_uri())
+
+
+@pytest.fixture
+def worker(apply_run: Callable[..., RunConfig], store: ObjectStore) -> Iterator[Worker]:
+    config = apply_run(run={"max_staleness": 1})
+    with Worker("trainer", config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def open_committer(worker: Worker, store: ObjectStore) -> Iterator[Callable[[], StepCommitter]]:
+    opened: list[Any] = []
+
+    def make() -> StepCommitter:
+        reader = LogReader(worker.connection, consumer_group=worker.plan.consumer_group("trainer"))
+        opened.extend([reader, StepCommitter(worker, store, reader)])
+        found: StepCommitter = opened[-1]
+        return found
+
+    yield make
+    for thing in opened:
+        thing.close()
+
+
+def write_groups(worker: Worker, group_ids: Sequence[str]) -> dict[str, list[PlacedSample]]:
+    """Write ready samples of version 0 and return them with their places."""
+    placed: dict[str, list[PlacedSample]] = {}
+    for group_id in group_ids:
+        for index in range(2):
+            sample = ready(group_id, index)
+            worker.producer.send(worker.sample_record("advantage.samples", sample, prompt_group_id=group_id, policy_version=0))
+    worker.producer.flush()
+    reader = LogReader(worker.connection)
+    topic = worker.plan.topic("advantage.samples")
+    for record in reader.read_to_end([(topic, partition) for partition in range(worker.plan.num_sample_partitions)]):
+        event = worker.decode(record)
+        assert isinstance(event, SampleReady)
+        placed.setdefault(event.prompt_group_id, []).append(PlacedSample(event, record.partition, record.offset))
+    reader.close()
+    return placed
+
+
+def share_of(worker: Worker, micro_batches: Sequence[Sequence[PlacedSample]], *, trainer_version: int = 0) -> StepShare:
+    share = StepShare(0)
+    for batch in micro_batches:
+        share.note(batch, trainer_version=trainer_version)
+    share.prompt_group_ids = list(dict.fromkeys(item.sample.prompt_group_id for batch in micro_batches for item in batch))
+    ends = {item.partition: item.offset + 1 for batch in micro_batches for item in batch}
+    share.consumed = [TopicOffset(worker.plan.topic("advantage.samples"), partition, offset) for partition, offset in ends.items()]
+    return share
+
+
+def commit(committer: StepCommitter, share: StepShare, *, train_step: int = 0) -> TrainStepCommitted:
+    return committer.commit_step(
+        [share], train_step=train_step, artifact=ARTIFACT, digest=DIGEST, figures={"loss": 0.5}, phase_seconds={}, checkpoint=None
+    )
+
+
+def history_of(worker: Worker, *, num_steps: int) -> TrainingHistory:
+    """Read the history once so many steps are visible."""
+    found: list[TrainingHistory] = []
+    turn_until(lambda: bool(found) and len(found[-1].steps) == num_steps, lambda: found.append(TrainingHistory.read(worker)))
+    return found[-1]
+
+
+def test_committed_step_is_on_the_log_whole(worker: Worker, open_committer: Callable[[], StepCommitter], admin: Admin) -> None:
+    committer = open_committer()
+    committer.publish_initial(ARTIFACT)
+    placed = write_groups(worker, ["000000-0000-0", "000000-0001-0"])
+    share = share_of(worker, list(placed.values()))
+    share.ended = [ended("000000-0002-0", Outcome.FILTERED)]
+    step = commit(committer, share)
+    history = history_of(worker, num_steps=1)
+    assert history.steps[0].sample_ids == step.sample_ids == [f"{group_id}/{index}" for group_id in placed for index in range(2)]
+    assert history.steps[0].figures["loss"] == 0.5
+    assert history.ended_group_ids == {"000000-0000-0", "000000-0001-0", "000000-0002-0"}
+    assert [event.policy_version for event in history.published] == [0, 1]
+    consumed = {(offset.topic, offset.partition): offset.offset for offset in share.consumed}
+    assert history.positions() == {partition: offset for (_, partition), offset in consumed.items()}
+    turn_until(lambda: admin.committed(worker.plan.consumer_group("trainer")) == consumed)
+
+
+def test_published_version_carries_where_its_records_begin(
+    worker: Worker, open_committer: Callable[[], StepCommitter], producer: RecordProducer
+) -> None:
+    placed = write_groups(worker, ["000000-0000-0"])
+    committer = open_committer()
+    committer.publish_initial(ARTIFACT)
+    turn_until(lambda: not TrainingHistory.read(worker).is_fresh)
+    (event,) = TrainingHistory.read(worker).published
+    starts = {(offset.topic, offset.partition): offset.offset for offset in event.start_offsets}
+    partitions = worker.plan.partitions_of_version(0)
+    assert starts.keys() == {(topic, partition) for topic in worker.plan.sample_topics() for partition in partitions}
+    own = placed["000000-0000-0"][0].partition
+    assert {place for place, offset in starts.items() if offset} == {(worker.plan.topic("advantage.samples"), own)}
+    assert starts[worker.plan.topic("advantage.samples"), own] == 2
+
+
+class RecordingBackend:
+    """A trainer backend that remembers what it was given."""
+
+    def __init__(self, version: int = 0) -> None:
+        self.policy_version = version
+        self.steps: list[list[list[str]]] = [[]]
+
+    def accumulate(self, samples: Sequence[SampleReady]) -> None:
+        self.steps[-1].append([sample.sample_id for sample in samples])
+
+    def step(self) -> None:
+        self.steps.append([])
+        self.policy_version += 1
+
+    def weights(self) -> dict[str, Any]:
+        return {}
+
+
+def test_replay_trains_the_recorded_batches_in_the_recorded_order(worker: Worker, open_committer: Callable[[], StepCommitter]) -> None:
+    committer = open_committer()
+    placed = write_groups(worker, [f"000000-000{index}-0" for index in range(4)])
+    first, second, third, fourth = placed.values()
+    commit(committer, share_of(worker, [[third[1], first[0]], [first[1]], [third[0]]]))
+    commit(committer, share_of(worker, [fourth, second], trainer_version=1), train_step=1)
+    history = history_of(worker, num_steps=2)
+    backend: Any = RecordingBackend()
+    assert Replay(worker, backend, SingleRank()).run(history.steps)
+    assert backend.policy_version == 2
+    assert backend.steps[:2] == [
+        [ids_of(third[1], first[0]), ids_of(first[1]), ids_of(third[0])],
+        [ids_of(*fourth), ids_of(*second)],
+    ]
+
+
+def ids_of(*placed: PlacedSample) -> list[str]:
+    return [item.sample.sample_id for item in placed]
+
+
+def test_replay_tells_when_the_weights_came_out_differently(worker: Worker, open_committer: Callable[[], StepCommitter]) -> None:
+    placed = write_groups(worker, ["000000-0000-0"])
+    committer = open_committer()
+    share = share_of(worker, list(placed.values()))
+    committer.commit_step([share], train_step=0, artifact=ARTIFACT, digest=bytes(32), figures={}, phase_seconds={}, checkpoint=None)
+    backend: Any = RecordingBackend()
+    assert not Replay(worker, backend, SingleRank()).run(history_of(worker, num_steps=1).steps)
+
+
+def test_replay_refuses_a_gap(worker: Worker, open_committer: Callable[[], StepCommitter]) -> None:
+    placed = write_groups(worker, ["000000-0000-0"])
+    commit(open_committer(), share_of(worker, list(placed.values()), trainer_version=3), train_step=3)
+    backend: Any = RecordingBackend()
+    with pytest.raises(RunFailed, match="the log goes from version 0 to step 3; the control log has a gap"):
+        Replay(worker, backend, SingleRank()).run(history_of(worker, num_steps=1).steps)
+
+
+def fail_once(committer: StepCommitter, before: Callable[[], None], *, really_commits: bool) -> None:
+    """Let the committer's next try end with an indefinite error."""
+    original = committer._writer._try
+    pending = [before]
+
+    def attempt(*arguments: Any) -> None:
+        first = bool(pending)
+        if first:
+            pending.pop()()
+        if really_commits or not first:
+            original(*arguments)
+        if first:
+            raise BrokerUnavailable("committing a transaction: _TIMED_OUT")
+
+    committer._writer._try = attempt  # type: ignore[method-assign]
+
+
+def test_step_is_committed_once_when_the_error_hid_a_success(worker: Worker, open_committer: Callable[[], StepCommitter]) -> None:
+    placed = write_groups(worker, ["000000-0000-0"])
+    committer = open_committer()
+    fail_once(committer, lambda: None, really_commits=True)
+    commit(committer, share_of(worker, list(placed.values())))
+    assert len(history_of(worker, num_steps=1).published) == 1
+
+
+def test_step_is_committed_when_the_first_try_left_nothing(worker: Worker, open_committer: Callable[[], StepCommitter]) -> None:
+    placed = write_groups(worker, ["000000-0000-0"])
+    committer = open_committer()
+    fail_once(committer, lambda: None, really_commits=False)
+    commit(committer, share_of(worker, list(placed.values())))
+    assert len(history_of(worker, num_steps=1).published) == 1
+
+
+def test_trainer_ends_when_another_committed_its_step_meanwhile(worker: Worker, open_committer: Callable[[], StepCommitter]) -> None:
+    """A zombie that was unsure must not go on from weights that nobody published."""
+    placed = write_groups(worker, ["000000-0000-0", "000000-0001-0"])
+    mine, others = placed.values()
+    zombie = open_committer()
+
+    def other_trainer_commits() -> None:
+        commit(open_committer(), share_of(worker, [others]))
+
+    fail_once(zombie, other_trainer_commits, really_commits=False)
+    with pytest.raises(Fenced, match="train step 0 was committed by another trainer; end this one"):
+        commit(zombie, share_of(worker, [mine]))
+    assert history_of(worker, num_steps=1).ended_group_ids == {others[0].sample.prompt_group_id}
+
+
+@pytest.mark.parametrize("num_known", [1, 2])
+def test_ends_are_committed_once_or_not_by_us(worker: Worker, open_committer: Callable[[], StepCommitter], num_known: int) -> None:
+    ends = [ended("000000-0000-0"), ended("000000-0001-0", Outcome.EXPIRED)]
+    committer = open_committer()
+
+    def others_commit() -> None:
+        open_committer().commit_outcomes(ends[:num_known])
+
+    fail_once(committer, others_commit, really_commits=False)
+    if num_known == 1:
+        with pytest.raises(Fenced, match="the end of prompt group 000000-0000-0 was committed by another trainer"):
+            committer.commit_outcomes(ends)
+    else:
+        committer.commit_outcomes(ends)
+    turn_until(lambda: len(TrainingHistory.read(worker).ended_group_ids) == num_known)

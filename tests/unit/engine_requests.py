@@ -1,0 +1,122 @@
+"""A tiny model, an engine over it and requests for the engine's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from relax_events.config import EngineConfig, ModelConfig, SamplingConfig
+from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
+from relax_events.engines.transformers import TransformersEngine
+from relax_events.models.tiny import make_tiny
+from relax_events.weights import Weights
+
+VOCAB_SIZE = 272
+"""Byte symbols and the tokenizer's special tokens and phrases, at least."""
+
+
+@cache
+def tiny_model(family: str = "qwen3", seed: int = 3) -> Path:
+    """Write a tiny random model once in a test process."""
+    return make_tiny(Path(mkdtemp(prefix="relax-engine-")), corpus=["12=21"], family=family, hidden_size=32, seed=seed)
+
+
+def make_engine(path: Path | None = None, *, model: Mapping[str, Any] | None = None, **settings: Any) -> TransformersEngine:
+    """Open an engine on one CPU thread."""
+    path = path or tiny_model()
+    config = EngineConfig(**{"max_running_samples": 16, "max_context_tokens": 128} | settings)
+    return TransformersEngine(path, config=config, model=ModelConfig(**{"path": path, "device": "cpu"} | dict(model or {})))
+
+
+def make_prompt(seed: int, num_tokens: int | None = None) -> NDArray[np.int32]:
+    """Draw a prompt of 1 to 40 tokens."""
+    generator = np.random.default_rng(seed)
+    return generator.integers(0, 256, num_tokens or int(generator.integers(1, 41))).astype(np.int32)
+
+
+def fresh_sample(sample_id: str, seed: int) -> SampleRequest:
+    """Ask for a sample from its start."""
+    return SampleRequest(sample_id=sample_id, seed=seed, tokens=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), segments=())
+
+
+def make_request(
+    number: int, *, num_samples: int = 2, prompt: NDArray[np.int32] | None = None, stops: tuple[int, ...] = (), **sampling: Any
+) -> GenerationRequest:
+    """Ask for a prompt group; its number decides everything in it."""
+    return GenerationRequest(
+        prompt_group_id=f"g{number}",
+        prompt_tokens=make_prompt(number) if prompt is None else prompt,
+        samples=tuple(fresh_sample(f"g{number}/{index}", 1000 * number + index) for index in range(num_samples)),
+        sampling=SamplingConfig(**{"max_new_tokens": 6} | sampling),
+        stop_token_ids=stops,
+    )
+
+
+def continued(request: GenerationRequest, partial: list[GeneratedSample]) -> GenerationRequest:
+    """Ask to go on with aborted samples."""
+    seeds = {sample.sample_id: sample.seed for sample in request.samples}
+    samples = tuple(
+        SampleRequest(sample_id=one.sample_id, seed=seeds[one.sample_id], tokens=one.tokens, logprobs=one.logprobs, segments=one.segments)
+        for one in partial
+    )
+    return GenerationRequest(
+        prompt_group_id=request.prompt_group_id,
+        prompt_tokens=request.prompt_tokens,
+        samples=samples,
+        sampling=request.sampling,
+        stop_token_ids=request.stop_token_ids,
+    )
+
+
+def finish(engine: Engine) -> dict[str, GeneratedSample]:
+    """Poll until nothing runs."""
+    samples: dict[str, GeneratedSample] = {}
+    while True:
+        finished = engine.poll(timeout_seconds=60.0)
+        samples |= {sample.sample_id: sample for sample in finished}
+        if not finished and engine.num_running == 0:
+            return samples
+
+
+def step(engine: Engine, times: int = 1) -> None:
+    """Take decoding steps, none of which may finish a sample; the first prefills and decodes two tokens."""
+    for _ in range(times):
+        assert engine.poll(timeout_seconds=0.0) == []
+
+
+def bits(sample: GeneratedSample) -> tuple[bytes, bytes]:
+    """Give what must be equal to the last bit."""
+    return sample.tokens.tobytes(), sample.logprobs.tobytes()
+
+
+@cache
+def plain_model(path: Path) -> torch.nn.Module:
+    """Load a model without any code of the engine's; callers must not change it."""
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
+    return model.eval()
+
+
+def plain_logprobs(prompt: NDArray[np.int32], completion: NDArray[np.int32], *, path: Path | None = None, temperature: float = 1.0) -> NDArray[Any]:
+    """Compute a completion's log-probabilities from one whole forward in float64."""
+    ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))[None]
+    with torch.no_grad():
+        logits: Tensor = plain_model(path or tiny_model())(ids).logits[0] / temperature
+    picked = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    result: NDArray[Any] = picked[len(prompt) - 1 :].numpy()
+    return result
+
+
+def other_weights(policy_version: int, *, seed: int = 4) -> tuple[Weights, Path]:
+    """Give the weights of another tiny model of the same shape, and its folder."""
+    path = tiny_model(seed=seed)
+    tensors = {name: parameter.detach().clone() for name, parameter in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
+    return Weights(policy_version, tensors, bytes(32)), path

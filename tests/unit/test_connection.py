@@ -1,0 +1,45 @@
+"""Settings of all clients, and librdkafka's errors as ours."""
+
+from __future__ import annotations
+
+import pytest
+import structlog.testing
+from confluent_kafka import KafkaError
+
+from relax_events.broker.connection import Connection, ConnectionLog, translate
+from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable, Fenced
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (KafkaError._FENCED, Fenced),
+        (KafkaError.INVALID_PRODUCER_EPOCH, Fenced),
+        (KafkaError._AUTHENTICATION, BrokerRefused),
+        (KafkaError.TOPIC_AUTHORIZATION_FAILED, BrokerRefused),
+        (KafkaError.MSG_SIZE_TOO_LARGE, BrokerRefused),
+        (KafkaError._ALL_BROKERS_DOWN, BrokerUnavailable),
+        (KafkaError._MSG_TIMED_OUT, BrokerUnavailable),
+        (KafkaError.INVALID_TIMESTAMP, BrokerError),
+    ],
+)
+def test_errors_of_the_client_become_ours(code: int, kind: type[BrokerError]) -> None:
+    error = translate(KafkaError(code), "writing to t")
+    assert type(error) is kind
+    assert str(error).startswith(f"writing to t: {KafkaError(code).name()} ")
+
+
+def test_settings_keep_promises_above_the_users_and_the_users_above_ours() -> None:
+    connection = Connection("a:1", client={"socket.keepalive.enable": False, "sasl.username": "me"}, client_id="c")
+    settings = connection.settings(enable_idempotence=True, on_commit=print)
+    assert settings["socket.keepalive.enable"] is False
+    assert (settings["sasl.username"], settings["enable.idempotence"], settings["on_commit"]) == ("me", True, print)
+    assert (settings["bootstrap.servers"], settings["client.id"], settings["socket.timeout.ms"]) == ("a:1", "c", 30_000)
+
+
+def test_background_errors_are_logged_once_each() -> None:
+    told = ConnectionLog("a:1")
+    with structlog.testing.capture_logs() as logs:
+        for code in (KafkaError._TRANSPORT, KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT):
+            told(KafkaError(code))
+    assert [entry["error"] for entry in logs] == ["_TRANSPORT", "_ALL_BROKERS_DOWN", "_TRANSPORT"]

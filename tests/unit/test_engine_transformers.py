@@ -1,0 +1,352 @@
+"""The engine `transformers`: what comes out, when, under which version, and what is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_requests import (
+    bits,
+    continued,
+    finish,
+    fresh_sample,
+    make_engine,
+    make_prompt,
+    make_request,
+    other_weights,
+    plain_logprobs,
+    step,
+    tiny_model,
+)
+
+from relax_events.engines.protocol import Engine, GenerationRequest, SampleRequest
+from relax_events.errors import ConfigError, PoisonSample, WeightsError
+from relax_events.events.types import FinishReason, VersionSegment
+from relax_events.weights import Weights
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_logprobs_agree_with_one_whole_forward(family: str, attention: str) -> None:
+    path = tiny_model(family)
+    engine = make_engine(path, model={"attention": attention})
+    requests = [make_request(number, max_new_tokens=20) for number in range(6)]
+    for request in requests:
+        engine.submit(request)
+    samples = finish(engine)
+    assert len(samples) == 12
+    for request in requests:
+        for sample in request.samples:
+            generated = samples[sample.sample_id]
+            expected = plain_logprobs(request.prompt_tokens, generated.tokens, path=path)
+            assert len(generated.tokens) == 20
+            np.testing.assert_allclose(generated.logprobs, expected, atol=2e-5)
+
+
+def test_logprobs_are_tempered_and_not_renormalised() -> None:
+    engine = make_engine()
+    request = make_request(1, temperature=0.7, top_k=5, top_p=0.8)
+    engine.submit(request)
+    for sample in finish(engine).values():
+        np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens, temperature=0.7), atol=2e-5)
+
+
+def test_top_k_of_one_takes_the_likeliest_token() -> None:
+    engine = make_engine()
+    request = make_request(1, num_samples=1, top_k=1, max_new_tokens=1)
+    engine.submit(request)
+    (sample,) = finish(engine).values()
+    likeliest = max(range(256), key=lambda token: plain_logprobs(request.prompt_tokens, np.array([token], np.int32))[0])
+    assert sample.tokens.tolist() == [likeliest]
+
+
+def test_sample_ends_after_its_stop_token_and_keeps_it() -> None:
+    engine = make_engine()
+    engine.submit(make_request(1, num_samples=1, max_new_tokens=12))
+    (whole,) = finish(engine).values()
+    stop = int(whole.tokens[5])
+    engine.submit(make_request(1, num_samples=1, max_new_tokens=12, stops=(300, stop)))
+    (sample,) = finish(engine).values()
+    end = whole.tokens.tolist().index(stop) + 1
+    assert sample.finish_reason is FinishReason.STOP
+    assert sample.tokens.tolist() == whole.tokens[:end].tolist()
+    assert (whole.finish_reason, sample.error) == (FinishReason.LENGTH, "")
+
+
+def test_sample_ends_where_the_context_is_full() -> None:
+    engine = make_engine(max_context_tokens=20)
+    engine.submit(make_request(1, prompt=make_prompt(1, 19), max_new_tokens=100))
+    engine.submit(make_request(2, prompt=make_prompt(2, 4), max_new_tokens=100))
+    samples = finish(engine)
+    assert [len(samples[name].tokens) for name in ("g1/0", "g2/1")] == [1, 16]
+    assert {sample.finish_reason for sample in samples.values()} == {FinishReason.LENGTH}
+
+
+def test_samples_beyond_the_rows_wait_their_turn() -> None:
+    engine = make_engine(max_running_samples=3)
+    for number in range(4):
+        engine.submit(make_request(number, num_samples=5))
+    assert engine.num_running == 20
+    samples = finish(engine)
+    assert len(samples) == 20
+    assert engine.num_running == 0
+
+
+def test_poll_gives_nothing_at_once_when_nothing_runs() -> None:
+    assert make_engine().poll(timeout_seconds=3600.0) == []
+
+
+def test_segments_carry_the_version_of_every_token() -> None:
+    engine = make_engine()
+    engine.submit(make_request(1))
+    assert all(sample.segments == (VersionSegment(0, 6),) for sample in finish(engine).values())
+    engine.load_weights(other_weights(7)[0])
+    engine.submit(make_request(1))
+    assert engine.policy_version == 7
+    assert all(sample.segments == (VersionSegment(7, 6),) for sample in finish(engine).values())
+
+
+def test_restart_computes_running_samples_again_under_the_new_weights() -> None:
+    engine = make_engine()
+    request = make_request(1, max_new_tokens=12)
+    engine.submit(request)
+    step(engine, 4)
+    weights, path = other_weights(1)
+    engine.load_weights(weights, on_running="restart")
+    for sample in finish(engine).values():
+        assert sample.segments == (VersionSegment(0, 5), VersionSegment(1, 7))
+        old = plain_logprobs(request.prompt_tokens, sample.tokens)
+        new = plain_logprobs(request.prompt_tokens, sample.tokens, path=path)
+        np.testing.assert_allclose(sample.logprobs, np.concatenate([old[:5], new[5:]]), atol=2e-5)
+
+
+def test_swap_keeps_the_cache_and_says_so() -> None:
+    engine = make_engine()
+    request = make_request(1, max_new_tokens=12)
+    engine.submit(request)
+    step(engine, 4)
+    weights, path = other_weights(1)
+    engine.load_weights(weights, on_running="swap")
+    for sample in finish(engine).values():
+        assert sample.segments == (VersionSegment(0, 5), VersionSegment(1, 7, kept_cache=True))
+        new = plain_logprobs(request.prompt_tokens, sample.tokens, path=path)
+        assert np.abs(sample.logprobs[5:] - new[5:]).max() > 1e-2
+
+
+def test_waiting_samples_start_under_the_newest_weights() -> None:
+    engine = make_engine(max_running_samples=2)
+    engine.submit(make_request(1))
+    engine.submit(make_request(2))
+    step(engine)
+    engine.load_weights(other_weights(1)[0], on_running="swap")
+    samples = finish(engine)
+    assert samples["g1/0"].segments == (VersionSegment(0, 2), VersionSegment(1, 4, kept_cache=True))
+    assert samples["g2/0"].segments == (VersionSegment(1, 6),)
+
+
+def test_refused_weights_leave_the_old_ones_serving() -> None:
+    engine, untouched = make_engine(), make_engine()
+    weights, _ = other_weights(1)
+    name = "model.norm.weight"
+    torn = {
+        "lack model.norm.weight": {other: tensor for other, tensor in weights.tensors.items() if other != name},
+        "no tensor model.other.weight": weights.tensors | {"model.other.weight": torch.zeros(1)},
+        r"model.norm.weight must be \(32,\) as in the model, got \(31,\)": weights.tensors | {name: torch.zeros(31)},
+    }
+    for text, tensors in torn.items():
+        with pytest.raises(WeightsError, match=text):
+            engine.load_weights(Weights(1, tensors, bytes(32)))
+    assert engine.policy_version == 0
+    for one in (engine, untouched):
+        one.submit(make_request(1))
+    assert {key: bits(sample) for key, sample in finish(engine).items()} == {key: bits(sample) for key, sample in finish(untouched).items()}
+
+
+def test_aborted_samples_go_on_where_they_were() -> None:
+    engine = make_engine()
+    request = make_request(1, num_samples=3, max_new_tokens=12)
+    engine.submit(request)
+    whole = finish(engine)
+    engine.submit(request)
+    step(engine, 4)
+    partial = engine.abort()
+    assert {(len(one.tokens), len(one.logprobs), one.segments, one.finish_reason) for one in partial} == {
+        (5, 5, (VersionSegment(0, 5),), FinishReason.ABORT)
+    }
+    assert engine.num_running == 0
+    engine.submit(continued(request, partial))
+    for name, sample in finish(engine).items():
+        assert sample.tokens.tolist() == whole[name].tokens.tolist()
+        np.testing.assert_allclose(sample.logprobs, whole[name].logprobs, atol=1e-5)
+        assert sample.segments == (VersionSegment(0, 12),)
+
+
+def test_abort_takes_out_the_named_samples_alone() -> None:
+    engine = make_engine(max_running_samples=2)
+    engine.submit(make_request(1))
+    engine.submit(make_request(2))
+    step(engine)
+    aborted = engine.abort(["g1/1", "g2/0", "unknown"])
+    assert {one.sample_id: len(one.tokens) for one in aborted} == {"g1/1": 2, "g2/0": 0}
+    assert finish(engine).keys() == {"g1/0", "g2/1"}
+
+
+def test_abort_of_others_leaves_the_bits_alone() -> None:
+    engine = make_engine()
+    engine.submit(make_request(1, num_samples=6, max_new_tokens=20))
+    alone = finish(engine)
+    engine.submit(make_request(1, num_samples=6, max_new_tokens=20))
+    step(engine, 3)
+    engine.abort(["g1/0", "g1/3", "g1/4"])
+    for name, sample in finish(engine).items():
+        assert bits(sample) == bits(alone[name])
+
+
+def test_continued_sample_with_nothing_left_comes_back_as_it_is() -> None:
+    engine = make_engine()
+    request = make_request(1, num_samples=1)
+    engine.submit(request)
+    (whole,) = finish(engine).values()
+    engine.submit(continued(request, [whole]))
+    assert engine.num_running == 0
+    (again,) = engine.poll(timeout_seconds=0.0)
+    assert bits(again) == bits(whole)
+    assert again.finish_reason is FinishReason.LENGTH
+
+
+def test_sleep_frees_the_cache_and_wake_goes_on() -> None:
+    engine = make_engine()
+    request = make_request(1, max_new_tokens=12)
+    engine.submit(request)
+    whole = finish(engine)
+    engine.submit(request)
+    step(engine, 3)
+    assert engine.cache_bytes > 0
+    engine.sleep()
+    assert engine.cache_bytes == 0
+    assert engine.poll(timeout_seconds=3600.0) == []
+    assert engine.num_running == 2
+    engine.wake()
+    samples = finish(engine)
+    assert {name: sample.tokens.tolist() for name, sample in samples.items()} == {name: sample.tokens.tolist() for name, sample in whole.items()}
+
+
+def test_load_weights_wakes_the_engine() -> None:
+    engine = make_engine()
+    engine.submit(make_request(1))
+    engine.sleep()
+    engine.load_weights(other_weights(1)[0])
+    assert {sample.segments for sample in finish(engine).values()} == {(VersionSegment(1, 6),)}
+
+
+def test_cache_follows_the_longest_running_sample() -> None:
+    engine = make_engine(max_context_tokens=512)
+    engine.submit(make_request(1, num_samples=1, prompt=make_prompt(1, 400)))
+    step(engine)
+    long = engine.cache_bytes
+    finish(engine)
+    engine.submit(make_request(2, num_samples=1, prompt=make_prompt(2, 8)))
+    step(engine)
+    # By hand: one key head of width 16, keys and values of 2 layers in float32, 8 rows padded of 64 tokens at least.
+    assert engine.cache_bytes == 8 * 64 * 16 * 4 * 2 * 2
+    assert long >= 8 * 400 * 16 * 4 * 2 * 2
+
+
+def test_weights_that_are_not_finite_end_samples_with_an_error() -> None:
+    engine = make_engine()
+    weights, _ = other_weights(1)
+    engine.submit(make_request(1))
+    step(engine)
+    broken = Weights(1, weights.tensors | {"model.layers.0.self_attn.v_proj.weight": torch.full((16, 32), torch.nan)}, bytes(32))
+    engine.load_weights(broken, on_running="swap")
+    engine.submit(make_request(2))
+    samples = finish(engine)
+    assert len(samples) == 4
+    for sample in samples.values():
+        assert sample.finish_reason is FinishReason.ERROR
+        assert "policy version 1 gave no finite log-probability at token" in sample.error
+
+
+def test_row_that_held_odd_numbers_serves_the_next_sample_cleanly() -> None:
+    engine, clean = make_engine(max_running_samples=2), make_engine()
+    poison = 260
+    weights, _ = other_weights(1)
+    weights.tensors["model.embed_tokens.weight"][poison] = torch.nan
+    company = make_request(1, num_samples=1, prompt=make_prompt(1, 40), max_new_tokens=60)
+    short = make_request(2, num_samples=1, prompt=make_prompt(2, 3), max_new_tokens=20)
+    for one in (engine, clean):
+        one.load_weights(weights)
+        one.submit(company)
+    engine.submit(make_request(3, num_samples=1, prompt=np.full(60, poison, np.int32)))
+    engine.submit(short)
+    clean.submit(short)
+    samples, expected = finish(engine), finish(clean)
+    assert samples.pop("g3/0").finish_reason is FinishReason.ERROR
+    assert {sample.finish_reason for sample in expected.values()} == {FinishReason.LENGTH}
+    assert {name: bits(sample) for name, sample in samples.items()} == {name: bits(sample) for name, sample in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ([], "the prompt is empty"),
+        ([1, 2, 100_000], "token id 100000, and the vocabulary has ids 0 to"),
+        ([1, -1], "token id -1"),
+        ([1] * 128, "the prompt has 128 tokens and must leave room for one more"),
+    ],
+)
+def test_prompt_that_can_not_be_generated_is_refused(prompt: list[int], text: str) -> None:
+    engine = make_engine()
+    with pytest.raises(PoisonSample, match=text):
+        engine.submit(make_request(1, prompt=np.array(prompt, np.int32)))
+    assert engine.num_running == 0
+
+
+def test_sample_that_can_not_be_generated_is_refused_with_its_group() -> None:
+    engine = make_engine()
+
+    def request(sample_id: str, seed: int, tokens: list[int], num_logprobs: int) -> GenerationRequest:
+        segments = (VersionSegment(0, len(tokens)),) if tokens else ()
+        prefix, logprobs = np.array(tokens, np.int32), np.zeros(num_logprobs, np.float32)
+        odd = SampleRequest(sample_id=sample_id, seed=seed, tokens=prefix, logprobs=logprobs, segments=segments)
+        return replace(make_request(1, max_new_tokens=4), samples=(fresh_sample("b", 2), odd))
+
+    for text, odd in {
+        "sample b is running already": request("b", 1, [], 0),
+        "seed must be from 0": request("c", -1, [], 0),
+        "must be equally many, got 2, 1 and 2": request("c", 1, [1, 2], 1),
+        "the prefix has 5 tokens and may have 4": request("c", 1, [1] * 5, 5),
+        "prefix has token id 5000": request("c", 1, [5000], 1),
+    }.items():
+        with pytest.raises(PoisonSample, match=text):
+            engine.submit(odd)
+    assert engine.num_running == 0
+
+
+def test_sample_that_runs_already_is_refused() -> None:
+    engine = make_engine()
+    engine.submit(make_request(1))
+    with pytest.raises(PoisonSample, match="g1/0 is running already"):
+        engine.submit(make_request(1))
+    assert len(finish(engine)) == 2
+
+
+def test_missing_model_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        make_engine(tmp_path / "nothing")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="can't be loaded as a causal language model"):
+        make_engine(tmp_path)
+
+
+def test_unknown_device_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"model\.device = 'abacus' is no device"):
+        make_engine(model={"device": "abacus"})
+
+
+def test_engine_satisfies_the_protocol() -> None:
+    engine: Engine = make_engine()
+    engine.submit(make_request(1))
+    engine.close()
+    assert engine.num_running == 0

@@ -1,0 +1,41 @@
+"""The state of a run is what its control log says."""
+
+from __future__ import annotations
+
+from event_samples import committed, ended, published
+
+from relax_events.control.run_state import RunState
+from relax_events.events.types import Command, Event, MetricsReported, Outcome, RunCommanded, WorkerBeat, WorkerState
+
+
+def test_run_state_is_what_the_log_says() -> None:
+    state = RunState()
+    assert (state.num_steps, state.reward, state.policy_version) == (0, None, -1)
+    beat = WorkerBeat(worker_id="w", role="reward", host="h", pid=1, state=WorkerState.IDLE, num_processed=0, num_in_flight=0, last_progress_at=0)
+    report = MetricsReported(worker_id="w", role="reward", values={"busy_ratio": 0.5})
+    events: list[Event] = [published(0), committed(0), published(1), committed(1, figures={"reward_mean": 0.75}), beat, report]
+    for event in events:
+        state.note(event)
+    assert (state.num_steps, state.reward, state.policy_version) == (2, 0.75, 1)
+    assert (state.workers["w"], state.metrics["w"]) == (beat, report)
+    state.note(published(0))
+    assert state.policy_version == 1
+
+
+def test_run_state_counts_each_end_once_and_failures_in_a_row() -> None:
+    state = RunState()
+    for index, outcome in enumerate([Outcome.FAILED, Outcome.FAILED, Outcome.TRAINED, Outcome.FAILED, Outcome.EXPIRED, Outcome.FAILED]):
+        for _ in range(2):
+            state.note(ended(f"000000-{index:04d}-0", outcome, reason=f"reason {index}"))
+    assert state.outcomes == {"failed": 4, "trained": 1, "expired": 1}
+    assert (state.failed_in_a_row, state.last_failure) == (2, "reason 5")
+
+
+def test_run_state_ends_with_a_stop_for_all_only() -> None:
+    state = RunState()
+    state.note(RunCommanded(command=Command.STOP, role="reward", reason="scale down"))
+    state.note(RunCommanded(command=Command.PAUSE, reason="wait"))
+    assert state.ended is None
+    state.note(RunCommanded(command=Command.STOP, reason="goal", succeeded=True))
+    assert state.ended is not None
+    assert state.ended.succeeded

@@ -1,0 +1,69 @@
+"""Samples that nobody can compute with are poison, and the text says why."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from event_samples import ready, rolled_out, scored
+
+from relax_events.errors import PoisonSample
+from relax_events.pipeline.validation import check_ready, check_sample
+
+
+def vector(*values: float, dtype: Any = np.float32) -> np.ndarray:
+    return np.array(values, dtype)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"tokens": vector(dtype=np.int32)}, "tokens must be a non-empty vector, got shape (0,)"),
+        ({"tokens": np.zeros((2, 2), np.int32)}, "tokens must be a non-empty vector, got shape (2, 2)"),
+        ({"tokens": vector(1, -2, 3, 4, dtype=np.int32)}, "tokens must be >= 0, got -2"),
+        ({"tokens": vector(1, 2, 3, 4)}, "tokens must be integers, got float32"),
+        ({"loss_mask": np.ones(3, np.uint8)}, "loss_mask must have the shape of tokens (4,), got (3,)"),
+        ({"rollout_logprobs": vector(0, 0, math.nan, 0)}, "rollout_logprobs must be finite, got nan at 2"),
+        ({"rollout_logprobs": vector(0, -math.inf, 0, 0)}, "rollout_logprobs must be finite, got -inf at 1"),
+        ({"sample_index": 2, "sample_id": "000000-0000-0/2"}, "sample_index must be below samples_per_prompt, got 2 of 2"),
+        ({"sample_id": "000000-0000-0/1"}, "sample_id must be 000000-0000-0/0, got 000000-0000-0/1"),
+        ({"prompt_group_id": "g"}, "'g' is no prompt group id; they look like 000012-0003-0"),
+        ({"min_policy_version": 1, "policy_version": 2}, "policy_version <= min_policy_version <= max_policy_version must hold, got 2, 1, 0"),
+        ({"policy_version": -1}, "policy_version <= min_policy_version <= max_policy_version must hold, got -1, 0, 0"),
+        ({"temperature": 0.0}, "temperature must be above 0 and finite, got 0.0"),
+        ({"temperature": math.nan}, "temperature must be above 0 and finite, got nan"),
+        ({"num_prompt_tokens": 5}, "num_prompt_tokens must be 0 to 4, got 5"),
+    ],
+)
+@pytest.mark.parametrize("stage", ["rolled_out", "ready"])
+def test_sample_that_nobody_can_use_is_poison(stage: str, changes: dict[str, Any], text: str) -> None:
+    make, check = {"rolled_out": (rolled_out, check_sample), "ready": (ready, check_ready)}[stage]
+    with pytest.raises(PoisonSample, match=f"^sample .*: {re.escape(text)}$"):
+        check(make(**changes))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"advantages": vector(0, 0, 1)}, "advantages must have the shape of tokens (4,), got (3,)"),
+        ({"ref_logprobs": vector(0, 0, 0, math.inf)}, "ref_logprobs must be finite, got inf at 3"),
+        ({"actor_logprobs": vector(0)}, "actor_logprobs must have the shape of tokens (4,), got (1,)"),
+        ({"reward": math.nan}, "reward must be finite, got nan"),
+    ],
+)
+def test_ready_sample_is_checked_further(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(PoisonSample, match=re.escape(text)):
+        check_ready(ready(**changes))
+
+
+def test_good_samples_pass_unchanged_and_other_events_do_not() -> None:
+    first, second = rolled_out(), ready()
+    assert check_sample(first) is first
+    assert check_ready(second) is second
+    with pytest.raises(PoisonSample, match="expected SampleRolledOut, got SampleScored"):
+        check_sample(scored())
+    with pytest.raises(PoisonSample, match="expected SampleReady, got SampleRolledOut"):
+        check_ready(first)
