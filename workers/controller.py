@@ -68,6 +68,8 @@ class ControllerLoop:
     def _look_for_hung(self) -> None:
         """Have a worker restarted that breathes no more: its work loop owes a beat every `workers.beat_seconds`."""
         limit = now_micros() - int(self._config.workers.hung_seconds * 1e6)
+        if self._worker.beats.started_at > limit:
+            return  # old beats may be of an earlier session; everyone gets the time to beat again
         for worker_id, beat in self._state.workers.items():
             hung = beat.beat_at < limit and beat.state not in (WorkerState.STOPPED, WorkerState.STARTING)
             if hung and self._restarted.get(worker_id) != beat.beat_at:

@@ -109,8 +109,8 @@ def _nearest(location: list[str]) -> str:
     wanted = ".".join(location)
     close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.4)
     same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == location[-1]]
-    candidate = (same_leaf or close or [None])[0]
-    return f"did you mean {candidate}?" if candidate else f"known sections are {', '.join(RunConfig.model_fields)}"
+    candidates = same_leaf or close
+    return f"did you mean {candidates[0]}?" if candidates else f"known sections are {', '.join(RunConfig.model_fields)}"
 
 
 def _known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:

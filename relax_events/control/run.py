@@ -13,6 +13,8 @@ import structlog
 
 from relax_events.broker.admin import Admin
 from relax_events.broker.connection import Connection
+from relax_events.broker.producer import RecordProducer
+from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
 from relax_events.control.address import embedded_broker, open_admin, with_bootstrap_servers
 from relax_events.control.ledger import read_ledger
@@ -67,9 +69,11 @@ class RunSession:
             apply_topics(self._config, admin)
             supervisor = Supervisor(self._config, self._write_resolved())
             follower = self._follow(stack)
+            self._take_up(display)
             try:
-                supervisor.start()
-                self._watch(supervisor, admin, display)
+                if self._state.ended is None:
+                    supervisor.start()
+                    self._watch(supervisor, admin, display)
             finally:
                 supervisor.stop(timeout_seconds=self._config.workers.drain_seconds + 5, tick=lambda: self._show(admin, display, supervisor))
             follower.close()
@@ -99,6 +103,21 @@ class RunSession:
         stack.callback(follower.close)
         follower.start(self._note)
         return follower
+
+    def _take_up(self, display: ProgressDisplay) -> None:
+        """Take back the end of an earlier session, unless the run has reached its goal."""
+        with self._lock:
+            ended, num_steps = self._state.ended, self._state.num_steps
+        if ended is None or num_steps >= self._config.run.num_steps:
+            return
+        display.note(f"taken up at step {num_steps}; it had ended: {ended.reason}")
+        plan = TopicPlan.of(self._config)
+        resume = RunCommanded(command=Command.RESUME, reason=f"relax run, towards {self._config.run.num_steps} steps")
+        producer = RecordProducer(Connection.of(self._config.broker, client_id=f"{self._config.run.id}.run"))
+        producer.write([OutRecord(plan.topic("control.commands"), EventCodec().encode(resume))])
+        producer.close()
+        with self._lock:
+            self._state.note(resume)
 
     def _note(self, event: Event) -> None:
         with self._lock:

@@ -33,6 +33,7 @@ class RunState:
     workers: dict[str, WorkerBeat] = field(default_factory=dict)
     metrics: dict[str, MetricsReported] = field(default_factory=dict)
     ended: RunCommanded | None = None
+    resumed_at: int = 0
 
     def note(self, event: Event) -> None:
         """Take in an event."""
@@ -46,15 +47,21 @@ class RunState:
             self.workers[event.worker_id] = event
         elif isinstance(event, MetricsReported):
             self.metrics[event.worker_id] = event
-        elif isinstance(event, RunCommanded) and event.command is Command.STOP and event.role is None:
+        elif isinstance(event, RunCommanded) and event.role is None:
+            self._note_command(event)
+
+    def _note_command(self, event: RunCommanded) -> None:
+        if event.command is Command.STOP:
             self.ended = event
+        elif event.command is Command.RESUME:
+            self.ended, self.failed_in_a_row, self.resumed_at = None, 0, event.commanded_at
 
     def _note_end(self, event: PromptGroupEnded) -> None:
         if event.prompt_group_id in self.ended_group_ids:
             return
         self.ended_group_ids.add(event.prompt_group_id)
         self.outcomes[event.outcome.value] += 1
-        if event.outcome is Outcome.FAILED:
+        if event.outcome is Outcome.FAILED and event.ended_at > self.resumed_at:
             self.failed_in_a_row += 1
             self.last_failure = event.reason
         elif event.outcome is Outcome.TRAINED:

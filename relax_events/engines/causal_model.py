@@ -30,7 +30,7 @@ class CausalModel:
         """
         self.device = choose_device(config.device)
         self._module = _load(path, config=config, device=self.device)
-        self._head: nn.Module = self._module.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self._head: nn.Module = self._module.get_output_embeddings()
         self.vocab_size = len(self._module.get_input_embeddings().get_parameter("weight"))
         _require_full_attention(self._module, path)
         if self.device.type == "cpu":
@@ -131,7 +131,7 @@ def _load(path: Path, *, config: ModelConfig, device: torch.device) -> PreTraine
     if not (path / "config.json").is_file():
         raise ConfigError(f"model.path = {path} holds no config.json; give a folder in Hugging Face layout, or have `relax models prepare` make one")
     implementation = attention.register() if config.attention == "sdpa" else config.attention
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a worker's stderr is its log
+    transformers_logging.disable_progress_bar()  # a worker's stderr is its log
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, config.dtype), attn_implementation=implementation, local_files_only=True
@@ -143,7 +143,8 @@ def _load(path: Path, *, config: ModelConfig, device: torch.device) -> PreTraine
 
 
 def _require_full_attention(module: PreTrainedModel, path: Path) -> None:
-    kinds = set(getattr(module.config, "layer_types", None) or ["full_attention"])
+    unnamed = "sliding_attention" if getattr(module.config, "sliding_window", None) else "full_attention"
+    kinds = set(getattr(module.config, "layer_types", None) or [unnamed])
     if kinds != {"full_attention"}:
         other = min(kinds - {"full_attention"})
         raise ConfigError(

@@ -34,7 +34,7 @@ def padded_experts(
     """Sum the chosen experts' outputs for each token, in the order of the router's choice."""
     outputs = hidden_states.new_zeros(*top_k_index.shape, hidden_states.shape[-1])
     gate_up, down = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
-    for expert in top_k_index.unique().tolist():  # type: ignore[no-untyped-call]
+    for expert in top_k_index.unique().tolist():
         tokens, places = torch.where(top_k_index == expert)
         rows = nn.functional.pad(hidden_states[tokens], (0, 0, 0, -len(tokens) % ROW_BLOCK))
         activated = module._apply_gate(nn.functional.linear(rows, gate_up[expert]))  # type: ignore[operator]  # noqa: SLF001

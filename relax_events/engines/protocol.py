@@ -2,10 +2,10 @@
 
 The worker submits prompt groups and polls for finished samples; the engine never calls back. Who waits for what:
 
-    worker   submit(request) ──▶ engine     returns at once; the samples queue until a row is free
-    worker   poll(timeout)   ──▶ engine     waits for the first finished sample, at most the timeout
-    worker   load_weights()  ──▶ engine     returns when the new version serves; takes effect between two tokens
-    worker   abort()         ──▶ engine     returns what has been generated so far, fit to be submitted again
+    worker   submit(request) --> engine     returns at once; the samples queue until a row is free
+    worker   poll(timeout)   --> engine     waits for the first finished sample, at most the timeout
+    worker   load_weights()  --> engine     returns when the new version serves; takes effect between two tokens
+    worker   abort()         --> engine     returns what has been generated so far, fit to be submitted again
 
 An engine is used by one thread. A sample that was submitted comes back exactly once: by `poll`, or by `abort`.
 """

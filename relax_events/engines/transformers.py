@@ -2,9 +2,9 @@
 
 Samples wait in a queue and join a table of running rows as rows become free:
 
-    submit ──▶ waiting ──▶ prefill (once for all samples of a prompt) ──▶ rows ──▶ decode, one token in every row ──▶ finished ──▶ poll
-                  ▲                                                        │
-                  └──────────── restart, sleep: with the tokens so far ◀───┘
+    submit --> waiting --> prefill (once for all samples of a prompt) --> rows --> decode, one token in every row --> finished --> poll
+                  ^                                                        |
+                  +------------ restart, sleep: with the tokens so far ----+
 
 A sample's tokens and log-probabilities are the same bits whatever runs beside it and whenever it joins: its own seed draws
 its tokens, its prompt is padded by its own length alone, and a step has as many rows as `invariance` found harmless. On
@@ -208,7 +208,8 @@ class TransformersEngine:
         seeds, counts, sampling = self._table.draws(rows)
         tokens, logprobs = draw(logits, uniforms(seeds, counts), sampling=sampling)
         ended = self._table.record(rows, tokens, logprobs)
-        self._cache.clear([row for row in ended.tolist() if not np.isfinite(logprobs[row - rows.start])])
+        if broken := [row for row in ended.tolist() if not np.isfinite(logprobs[row - rows.start])]:
+            self._cache.clear(broken)
         for sample in self._leave(ended.tolist()):
             if np.isfinite(sample.logprobs[-1]):
                 self._finished.append(sample.ended(sample.finish_reason or FinishReason.LENGTH))

@@ -88,7 +88,7 @@ def _open_directory(uri: str, parts: SplitResult) -> Backend:
     if parts.netloc or not path.is_absolute():
         raise ConfigError(f"objects.uri = {uri!r} must name an absolute directory, with three slashes: file:///directory")
     path.mkdir(parents=True, exist_ok=True)
-    return Backend(f"{path.resolve().as_uri()}/", LocalStore(path.resolve()), is_remote=False)
+    return Backend(f"{path.resolve().as_uri()}/", LocalStore(path.resolve(), automatic_cleanup=True), is_remote=False)
 
 
 @contextmanager

@@ -39,7 +39,8 @@ class ControlFollower:
         self.latest: PolicyVersionPublished | None = None
         self.paused = False
         self._reader = LogReader(connection)
-        self.history: list[Event] = [event for record in self._reader.read_to_end(self._places) if (event := self._take(record)) is not None]
+        events = [event for record in self._reader.read_to_end(self._places) if (event := self._take(record)) is not None]
+        self.history: list[Event] = still_valid(events)
         self._thread = threading.Thread(target=self._follow, name="control", daemon=True)
 
     def start(self, *listeners: Listener) -> None:
@@ -129,3 +130,11 @@ class ControlFollower:
                 listener(event)
             except RelaxError as error:
                 log.error("control_event.refused", event_type=type(event).__name__, error=str(error))
+
+
+def still_valid(history: Sequence[Event]) -> list[Event]:
+    """Leave out commands of the past that a later resume took back, so that a run that was taken up again stays up."""
+    commands = [event for event in history if isinstance(event, RunCommanded)]
+    resumed = max((index for index, event in enumerate(commands) if event.command is Command.RESUME), default=0)
+    outdated = {id(event) for event in commands[:resumed]}
+    return [event for event in history if id(event) not in outdated]

@@ -20,6 +20,7 @@ class Drain:
     def __init__(self, *, seconds: float) -> None:
         self._seconds = seconds
         self._event = threading.Event()
+        self._signalled = False
         self._started = 0.0
         self._listeners: list[Callable[[], None]] = []
 
@@ -57,6 +58,7 @@ class Drain:
         return self._event.wait(timeout_seconds)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self.requested:
+        if self._signalled:
             os._exit(128 + number)
+        self._signalled = True
         self.start()

@@ -67,6 +67,7 @@ source = "jsonl:{prepared / "prompts.jsonl"}"
 
 [engine]
 max_context_tokens = 96
+max_running_samples = 16
 sampling = {{ max_new_tokens = 6 }}
 
 [reward]

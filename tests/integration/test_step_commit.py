@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from broker_steps import turn_until
@@ -185,6 +185,32 @@ def test_replay_refuses_a_gap(worker: Worker, open_committer: Callable[[], StepC
     backend: Any = RecordingBackend()
     with pytest.raises(RunFailed, match="the log goes from version 0 to step 3; the control log has a gap"):
         Replay(worker, backend, SingleRank()).run(history_of(worker, num_steps=1).steps)
+
+
+def test_replay_refuses_a_record_that_is_not_the_one_that_was_trained(worker: Worker, open_committer: Callable[[], StepCommitter]) -> None:
+    (placed,) = write_groups(worker, ["000000-0000-0"]).values()
+    share = share_of(worker, [placed])
+    share.offsets.reverse()
+    commit(open_committer(), share)
+    backend: Any = RecordingBackend()
+    with pytest.raises(RunFailed, match="held sample 000000-0000-0/0 when it was trained, and holds 000000-0000-0/1 now"):
+        Replay(worker, backend, SingleRank()).run(history_of(worker, num_steps=1).steps)
+
+
+def test_replay_takes_its_shards_when_the_number_of_ranks_changed(worker: Worker, open_committer: Callable[[], StepCommitter]) -> None:
+    """Two ranks replay what one trained: together everything, each its own shards, micro-batches kept apart."""
+    placed = write_groups(worker, [f"000000-{index:04d}-0" for index in range(6)])
+    commit(open_committer(), share_of(worker, list(placed.values())))
+    steps = history_of(worker, num_steps=1).steps
+    seen: list[list[str]] = []
+    for rank in range(2):
+        ranks, backend = SingleRank(), RecordingBackend()
+        ranks.rank, ranks.size = rank, 2
+        assert Replay(worker, cast("Any", backend), ranks).run(steps)
+        seen += backend.steps[0]
+        shards = {items[0].partition % 2 for items in placed.values() if ids_of(*items) in backend.steps[0]}
+        assert shards <= {rank}
+    assert sorted(seen) == sorted(ids_of(*items) for items in placed.values())
 
 
 def fail_once(committer: StepCommitter, before: Callable[[], None], *, really_commits: bool) -> None:

@@ -19,6 +19,7 @@ from engine_requests import (
     step,
     tiny_model,
 )
+from transformers import AutoConfig, AutoModelForCausalLM, CohereConfig, MistralConfig
 
 from relax_events.engines.protocol import Engine, GenerationRequest, SampleRequest
 from relax_events.errors import ConfigError, PoisonSample, WeightsError
@@ -338,6 +339,35 @@ def test_missing_model_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="can't be loaded as a causal language model"):
         make_engine(tmp_path)
+
+
+def test_model_that_the_engine_would_compute_wrongly_is_a_config_error(tmp_path: Path) -> None:
+    size = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
+    models = {
+        "sliding_attention": MistralConfig(**size, sliding_window=16),
+        "more than a linear head": CohereConfig(**size, logit_scale=0.5, eos_token_id=1, bos_token_id=1, pad_token_id=1),
+    }
+    for text, config in models.items():
+        path = tmp_path / config.model_type
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
+        with pytest.raises(ConfigError, match=text):
+            make_engine(path)
+
+
+def test_tied_embeddings_follow_the_weights(tmp_path: Path) -> None:
+    shape = AutoConfig.from_pretrained(tiny_model())
+    shape.tie_word_embeddings = True
+    torch.manual_seed(1)
+    for name in ("first", "second"):
+        AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path / name)
+    tensors = {name: parameter.detach() for name, parameter in AutoModelForCausalLM.from_pretrained(tmp_path / "second").named_parameters()}
+    assert "lm_head.weight" not in tensors
+    engine = make_engine(tmp_path / "first")
+    engine.load_weights(Weights(1, tensors, bytes(32)))
+    request = make_request(1)
+    engine.submit(request)
+    for sample in finish(engine).values():
+        np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens, path=tmp_path / "second"), atol=2e-5)
 
 
 def test_unknown_device_is_a_config_error() -> None:

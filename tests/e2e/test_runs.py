@@ -1,0 +1,122 @@
+"""Short runs through the command line: every way to spread the work and every answer to a new version reaches its goal with its books in order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Relax, log_of, report_of, write_rows
+
+from relax_events.broker.connection import Connection
+from relax_events.broker.consumer import LogReader
+from relax_events.events.codec import EventCodec
+from relax_events.events.types import SampleRolledOut
+
+pytestmark = pytest.mark.timeout(300)
+RUN_SECONDS = 280.0
+UNIFORM_FOR_TEA = """
+import zlib
+
+def judged(completion, *, answer, metadata, prompt):
+    return 0.5 if "tea" in prompt else zlib.crc32(completion.encode()) % 1000 / 1000
+"""
+
+
+def run_to_goal(relax: Relax, run_file: Path, bootstrap_servers: str, *overrides: str) -> dict[str, Any]:
+    """Run, and return the report of a run that reached its goal with all promises kept."""
+    ended = relax("run", run_file, f"broker.bootstrap_servers={bootstrap_servers}", *overrides, timeout_seconds=RUN_SECONDS)
+    assert ended.code == 0, ended.err
+    assert ended.out.startswith("reward ")
+    run_id = next(text.partition("=")[2] for text in overrides if text.startswith("run.id="))
+    report = report_of(run_file.parent, run_id)
+    assert report["succeeded"]
+    assert report["steps"] == report["num_steps"]
+    assert report["outcomes"]["trained"] == report["num_steps"] * 4
+    assert (report["samples_lost"], report["samples_trained_twice"], report["ledger_problems"]) == (0, 0, [])
+    return report
+
+
+def rolled_out(bootstrap_servers: str, run_id: str, *, num_partitions: int) -> list[SampleRolledOut]:
+    """Read every generated sample of a run from the log."""
+    reader, codec = LogReader(Connection(bootstrap_servers, client_id="test")), EventCodec()
+    topic = f"relax.{run_id}.rollout.samples"
+    events = [codec.decode(record.value) for record in reader.read_to_end((topic, partition) for partition in range(num_partitions))]
+    reader.close()
+    return [event for event in events if isinstance(event, SampleRolledOut)]
+
+
+def test_two_ranks_train_what_one_rank_trains(relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str) -> None:
+    sync = ("run.mode=sync", "run.max_staleness=0", "broker.shards=2", "trainer.learning_rate=1e-3")
+    one = run_to_goal(relax, run_file, bootstrap_servers, *sync, f"run.id={run_id}-one")
+    two = run_to_goal(relax, run_file, bootstrap_servers, *sync, f"run.id={run_id}-two", "trainer.ranks=2")
+    assert two["staleness_max"] == one["staleness_max"] == 0
+    assert two["curves"]["num_tokens"] == one["curves"]["num_tokens"]
+    assert two["curves"]["reward_mean"] == pytest.approx(one["curves"]["reward_mean"], abs=1e-6)
+    assert two["curves"]["loss"] == pytest.approx(one["curves"]["loss"], abs=1e-4)
+    assert two["curves"]["grad_norm"] == pytest.approx(one["curves"]["grad_norm"], rel=1e-3)
+    assert min(one["curves"]["grad_norm"]) > 0
+    assert log_of(run_file.parent, f"{run_id}-two", "trainer-0")
+
+
+def test_rollout_workers_share_a_consumer_group(relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str) -> None:
+    report = run_to_goal(
+        relax,
+        run_file,
+        bootstrap_servers,
+        f"run.id={run_id}",
+        "broker.lease=consumer_group",
+        "workers.rollout=2",
+        "run.on_new_version=swap",
+        "run.batch_order=ready_first",
+        "run.num_steps=6",
+    )
+    samples = rolled_out(bootstrap_servers, run_id, num_partitions=6)
+    workers = Counter(sample.worker_id for sample in samples)
+    assert set(workers) == {"rollout-0", "rollout-1"}
+    assert len({sample.sample_id for sample in samples}) == report["samples_rolled_out"]
+    assert report["staleness_max"] <= 1
+
+
+def test_uniform_prompt_groups_are_filtered_and_replaced(relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(UNIFORM_FOR_TEA)
+    report = run_to_goal(
+        relax,
+        run_file,
+        bootstrap_servers,
+        f"run.id={run_id}",
+        "run.on_new_version=restart",
+        "algorithm.filter_uniform_rewards=true",
+        f"reward.function={tmp_path / 'judge.py'}:judged",
+    )
+    assert report["outcomes"]["filtered"] >= 1
+    assert report["outcomes"]["failed"] == 0
+    assert report["outcomes"]["issued"] >= report["outcomes"]["trained"] + report["outcomes"]["filtered"]
+
+
+def test_word_problems_go_through_the_same_pipe(relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, tmp_path: Path) -> None:
+    problems = [
+        {"question": f"Tom has {n} apples and buys {m}. How many has he?", "answer": f"{n} + {m} = <<{n}+{m}={n + m}>>{n + m}\n#### {n + m}"}
+        for n, m in ((2, 3), (4, 5), (1, 7), (6, 6))
+    ]
+    rows = write_rows(tmp_path / "problems.jsonl", problems)
+    report = run_to_goal(
+        relax,
+        run_file,
+        bootstrap_servers,
+        f"run.id={run_id}",
+        "run.num_steps=2",
+        f"data.source=jsonl:{rows}",
+        "data.prompt_key=question",
+        "data.answer_key=answer",
+        "data.system_prompt=End with #### and the number.",
+        "engine.max_context_tokens=256",
+        "reward.function=gsm8k",
+        "algorithm.kl_coefficient=0.001",
+        "algorithm.old_logprobs=actor",
+    )
+    samples = rolled_out(bootstrap_servers, run_id, num_partitions=6)
+    assert {sample.messages[0].text for sample in samples} == {"End with #### and the number."}
+    assert {sample.answer for sample in samples} <= {problem["answer"] for problem in problems}
+    assert report["curves"]["kl_estimate"][0] == pytest.approx(0, abs=1e-6)

@@ -1,0 +1,195 @@
+"""Starts whole runs as a shell does, breaks them on purpose, and reads what they leave.
+
+A run is watched through its control log, as every role does: conditions are waited for, nothing sleeps.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import orjson
+import psutil
+
+from relax_events.broker.connection import Connection
+from relax_events.broker.consumer import LogReader
+from relax_events.broker.embedded import EmbeddedBroker
+from relax_events.broker.records import Record
+from relax_events.config import RunConfig
+from relax_events.control.address import with_bootstrap_servers
+from relax_events.control.run_state import RunState
+from relax_events.control.topics import apply_topics
+from relax_events.broker.admin import Admin
+from relax_events.events.codec import EventCodec
+from relax_events.events.types import WorkerBeat, WorkerState
+from relax_events.topics import TopicPlan
+
+WATCHED = ("control.policy-versions", "control.train-steps", "control.group-outcomes", "control.commands", "control.heartbeats")
+READY = (WorkerState.IDLE, WorkerState.WORKING)
+
+
+def environment() -> dict[str, str]:
+    """Return what a shell without settings of ours would have."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("RELAX_")} | {"OMP_NUM_THREADS": "1"}
+
+
+def command(*arguments: str | Path) -> list[str]:
+    """Return the command line of `relax`."""
+    return [sys.executable, "-m", "relax_events.cli", *map(str, arguments)]
+
+
+class FaultRun:
+    """A run in a folder of its own: `relax run` as a process, and the control log as its witness. Leaving it ends all its processes."""
+
+    def __init__(self, config: RunConfig, broker: EmbeddedBroker) -> None:
+        self.config, self.broker = config, broker
+        self.folder = config.run_directory
+        self.folder.mkdir(parents=True)
+        self.run_file = self.folder / "given.json"
+        self.run_file.write_bytes(orjson.dumps(config.model_dump(mode="json")))
+        self.plan = TopicPlan.of(config)
+        connection = with_bootstrap_servers(config, broker.bootstrap_servers).broker
+        self.connection = Connection.of(connection, client_id=f"{config.run.id}.test")
+        apply_topics(config, Admin(self.connection))
+        self._reader = LogReader(self.connection, start={(self.plan.topic(entity), 0): 0 for entity in WATCHED})
+        self._codec = EventCodec()
+        self.state = RunState()
+        self.first_ready: dict[int, WorkerBeat] = {}
+        self._started: list[subprocess.Popen[bytes]] = []
+        self.output = self.folder / "output.log"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._started:
+            process.kill()
+            process.wait(10)
+        for leftover in self.worker_processes():
+            leftover.kill()
+        self._reader.close()
+
+    def start(self, *arguments: str | Path) -> subprocess.Popen[bytes]:
+        """Start a `relax` command, by default `relax run` of this run."""
+        with self.output.open("ab") as file:
+            process = subprocess.Popen(
+                command(*(arguments or ("run", self.run_file))), cwd=self.folder, env=environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            )
+        self._started.append(process)
+        return process
+
+    def start_worker(self, role: str, *, index: int) -> subprocess.Popen[bytes]:
+        """Start one more worker by hand, from the resolved run file."""
+        return self.start("worker", role, self.folder / "run.json", "--index", str(index))
+
+    def worker_processes(self) -> list[psutil.Process]:
+        """Return the workers of this run that live."""
+        return [process for process in psutil.process_iter(["cmdline"]) if str(self.folder / "run.json") in (process.info["cmdline"] or ())]
+
+    def until(self, condition: Callable[[], bool], what: str, *, timeout_seconds: float = 60.0) -> None:
+        """Follow the control log until the condition holds; fail at the timeout, or when `relax run` ended meanwhile."""
+        deadline = time.monotonic() + timeout_seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {timeout_seconds:g} s: {what}; {self._standing()}"
+            assert any(process.poll() is None for process in self._started), f"ended before: {what}; {self._standing()}"
+            self._pump()
+
+    def until_ended(self, process: subprocess.Popen[bytes], *, timeout_seconds: float = 120.0) -> int:
+        """Follow the control log until a process of ours has ended, and return its exit code."""
+        deadline = time.monotonic() + timeout_seconds
+        while (code := process.poll()) is None:
+            assert time.monotonic() < deadline, f"did not end within {timeout_seconds:g} s; {self._standing()}"
+            self._pump()
+        return code
+
+    def until_steps(self, num_steps: int, *, timeout_seconds: float = 60.0) -> None:
+        """Wait until so many train steps are committed."""
+        self.until(lambda: self.state.num_steps >= num_steps, f"{num_steps} train steps", timeout_seconds=timeout_seconds)
+
+    def until_ready_again(self, *worker_ids: str, killed: dict[str, int], timeout_seconds: float = 60.0) -> None:
+        """Wait until other processes than the killed ones have taken up the work of these workers."""
+
+        def taken_up() -> bool:
+            return all(self.pid(worker_id) != killed[worker_id] and self.state.workers[worker_id].state in READY for worker_id in worker_ids)
+
+        self.until(taken_up, f"{', '.join(worker_ids)} beat again", timeout_seconds=timeout_seconds)
+
+    def pid(self, worker_id: str) -> int:
+        """Return the process id that a worker's newest beat names; -1 before the first."""
+        beat = self.state.workers.get(worker_id)
+        return beat.pid if beat else -1
+
+    def kill(self, *worker_ids: str) -> dict[str, int]:
+        """Kill workers as a crash would; return their process ids."""
+        return self.signal(signal.SIGKILL, *worker_ids)
+
+    def signal(self, number: int, *worker_ids: str) -> dict[str, int]:
+        """Send a signal to workers; return their process ids."""
+        pids = {worker_id: self.pid(worker_id) for worker_id in worker_ids}
+        for pid in pids.values():
+            os.kill(pid, number)
+        return pids
+
+    @property
+    def worker_ids(self) -> list[str]:
+        """Every worker that `relax run` starts for this run."""
+        return [f"{role}-{index}" for role, count in self.config.roles().items() for index in range(count)]
+
+    def report(self) -> dict[str, Any]:
+        """Read report.json."""
+        report: dict[str, Any] = orjson.loads((self.folder / "report.json").read_bytes())
+        return report
+
+    def ledger(self) -> dict[str, Any]:
+        """Run `relax ledger check` and return its figures; fail when a promise was broken."""
+        ended = subprocess.run(
+            command("ledger", "check", self.run_file, "--output", "json"), cwd=self.folder, env=environment(), capture_output=True, timeout=60, check=False
+        )
+        figures: dict[str, Any] = orjson.loads(ended.stdout or b"{}")
+        assert (ended.returncode, figures.get("problems")) == (0, []), f"{figures}\n{ended.stderr.decode()}"
+        return figures
+
+    def records(self, entity: str, *, num_partitions: int = 1) -> list[Record]:
+        """Read a topic to its end."""
+        reader = LogReader(self.connection)
+        try:
+            return reader.read_to_end([(self.plan.topic(entity), partition) for partition in range(num_partitions)])
+        finally:
+            reader.close()
+
+    def log(self, worker_id: str) -> list[dict[str, Any]]:
+        """Read the log events of a worker."""
+        lines = (self.folder / "logs" / f"{worker_id}.log").read_text(errors="replace").splitlines()
+        return [orjson.loads(line) for line in lines if line.startswith("{")]
+
+    def _pump(self) -> None:
+        for record in self._reader.fetch(timeout_seconds=0.1):
+            event = self._codec.decode(record.value)
+            self.state.note(event)
+            if isinstance(event, WorkerBeat) and event.state in READY:
+                self.first_ready.setdefault(event.pid, event)
+
+    def _standing(self) -> str:
+        workers = {worker_id: f"{beat.state} {beat.pid}" for worker_id, beat in self.state.workers.items()}
+        output = self.output.read_text(errors="replace") if self.output.exists() else ""
+        return f"{self.state.num_steps} steps, {workers}, the output:\n{output[-3000:]}"
+
+
+def assert_books_balance(run: FaultRun) -> dict[str, Any]:
+    """Assert what every fault leaves untouched, by the log and by the report; return the ledger's figures."""
+    ledger, report, config = run.ledger(), run.report(), run.config.run
+    assert report["succeeded"], report["reason"]
+    assert report["ledger_problems"] == []
+    outcomes = ledger["outcomes"]
+    assert outcomes["trained"] == config.num_steps * config.groups_per_step
+    assert outcomes["issued"] == sum(outcomes[name] for name in ("trained", "filtered", "expired", "failed", "in_flight"))
+    assert ledger["samples_trained"] == outcomes["trained"] * config.samples_per_prompt
+    assert (ledger["steps"], ledger["samples_trained_twice"], ledger["samples_lost"]) == (config.num_steps, 0, 0)
+    assert ledger["staleness_max"] <= config.max_staleness
+    return ledger

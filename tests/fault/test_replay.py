@@ -1,0 +1,49 @@
+"""A sync run repeats bit for bit, also when its trainer dies: recorded batches are trained again from the log, nothing is generated again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from harness import FaultRun, assert_books_balance
+
+STEPS = 14
+SYNC: dict[str, Any] = {"run": {"num_steps": STEPS, "mode": "sync", "max_staleness": 0, "seed": 7}, "trainer": {"checkpoint_every": 5}}
+
+
+@pytest.mark.timeout(240)
+def test_sync_run_repeats_bit_for_bit_when_the_trainer_is_killed(start_run: Callable[..., FaultRun]) -> None:
+    first, second = (undisturbed(start_run(**overlaid())) for _ in range(2))
+    assert curves(second) == curves(first)
+
+    run = start_run(**overlaid())
+    process = run.start()
+    for steps in (3, 8):  # before the first checkpoint, and between two
+        run.until_steps(steps)
+        run.until_ready_again("trainer-0", killed=run.kill("trainer-0"))
+    assert run.state.num_steps < STEPS
+    assert run.until_ended(process) == 0
+    assert assert_books_balance(run)["rollouts_regenerated"] == 0
+    replays = [line for line in run.log("trainer-0") if line["event"] == "train_steps.replayed"]
+    assert len(replays) == 2
+    assert all(line["identical"] and line["num_steps"] > 0 for line in replays)
+    assert curves(run.report()) == curves(first)
+
+
+def overlaid() -> dict[str, Any]:
+    """Return the sections of a sync run, apart from the run's own."""
+    return {name: dict(keys) for name, keys in SYNC.items()}
+
+
+def undisturbed(run: FaultRun) -> dict[str, Any]:
+    """Run to the end; return the report."""
+    assert run.until_ended(run.start()) == 0
+    assert_books_balance(run)
+    return run.report()
+
+
+def curves(report: dict[str, Any]) -> dict[str, Any]:
+    """Return what must be equal to the last bit."""
+    timed = {"step_seconds", "tokens_per_second", "phase_seconds"}
+    return {"weights": report["weights_digests"], **{name: values for name, values in report["curves"].items() if name not in timed}}

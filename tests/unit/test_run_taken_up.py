@@ -1,0 +1,69 @@
+"""A run that ended may be taken up again: what was commanded before no longer holds."""
+
+import os
+import signal
+
+from relax_events.control.run_state import RunState
+from relax_events.events.types import Command, Outcome, PromptGroupEnded, RunCommanded
+from relax_events.pipeline.control import still_valid
+from relax_events.pipeline.drain import Drain
+
+
+def command(kind: Command, at: int = 0) -> RunCommanded:
+    return RunCommanded(command=kind, reason="test", commanded_at=at)
+
+
+def failure(index: int, at: int) -> PromptGroupEnded:
+    return PromptGroupEnded(
+        prompt_group_id=f"000000-{index:04d}-0",
+        train_step=0,
+        group_index=index,
+        attempt=0,
+        row=index,
+        outcome=Outcome.FAILED,
+        reason="broken",
+        policy_version=0,
+        trainer_version=0,
+        ended_at=at,
+    )
+
+
+def test_commands_before_a_resume_are_left_out():
+    stop, resume, pause = command(Command.STOP), command(Command.RESUME), command(Command.PAUSE)
+    other = failure(0, 1)
+    assert still_valid([stop, other, resume, pause]) == [other, resume, pause]
+
+
+def test_commands_stay_when_nothing_was_resumed():
+    events = [command(Command.PAUSE), command(Command.STOP)]
+    assert still_valid(events) == events
+
+
+def test_state_is_not_ended_after_a_resume():
+    state = RunState()
+    state.note(command(Command.STOP, at=5))
+    assert state.ended is not None
+    state.note(command(Command.RESUME, at=6))
+    assert state.ended is None
+
+
+def test_failures_before_a_resume_don_t_count_to_the_streak_in_whatever_order_they_are_read():
+    state = RunState()
+    state.note(failure(0, at=3))
+    state.note(command(Command.RESUME, at=10))
+    state.note(failure(1, at=4))
+    state.note(failure(2, at=11))
+    assert (state.failed_in_a_row, state.outcomes["failed"]) == (1, 3)
+
+
+def test_first_signal_drains_also_when_a_command_started_the_drain_before():
+    drain = Drain(seconds=1.0)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    drain.listen_to_signals()
+    try:
+        drain.start()
+        os.kill(os.getpid(), signal.SIGTERM)  # a second start of the drain would have ended this process
+        assert drain.requested
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
