@@ -1,7 +1,7 @@
 """How to compute so that a sample's bits don't depend on what runs beside it: measured on the model and machine at hand.
 
 Matrix kernels may sum in another order for another number of rows, or for another place among them. What holds is found
-by running the same probe row among others: on one CPU thread any number of rows from eight on gives the same bits; on
+by running the same probe row among others: on one CPU thread any multiple of eight rows gives the same bits; in float32 on
 several threads not even a row's place is without effect; other devices may be anywhere between.
 """
 

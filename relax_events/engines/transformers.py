@@ -7,8 +7,9 @@ Samples wait in a queue and join a table of running rows as rows become free:
                   +------------ restart, sleep: with the tokens so far ----+
 
 A sample's tokens and log-probabilities are the same bits whatever runs beside it and whenever it joins: its own seed draws
-its tokens, its prompt is padded by its own length alone, and a step has as many rows as `invariance` found harmless. On
-several CPU threads nothing is, and the promise falls to equality within rounding; `batch_invariance.measured` in the log says so.
+its tokens, its prompt is padded by its own length alone, and a step has as many rows as `invariance` found harmless. In
+float32 on several CPU threads none is, and the promise falls to equality within rounding: `batch_invariance.measured` in the log
+says what was found.
 """
 
 from __future__ import annotations

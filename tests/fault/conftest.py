@@ -14,6 +14,7 @@ from harness import FaultRun, command, environment
 from relax_events.broker.embedded import EmbeddedBroker
 from relax_events.config import RunConfig
 
+TEST_SECONDS = 600
 PROMPTS = [f"spell {word} backwards" for word in ("tea", "milk", "juice", "water", "coffee", "lemon", "cocoa", "cider")]
 # Spread over many values, so that nearly every prompt group of a random model has something to learn from, and the same wherever it is computed.
 SPREAD_REWARD = """
@@ -22,6 +23,13 @@ import zlib
 def spread(completion, *, answer, metadata, prompt):
     return zlib.crc32(completion.encode()) % 1000 / 1000
 """
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give whole runs the time they need."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(TEST_SECONDS))
 
 
 @pytest.fixture(scope="session")

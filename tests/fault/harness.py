@@ -17,6 +17,7 @@ from typing import Any, Self
 import orjson
 import psutil
 
+from relax_events.broker.admin import Admin
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import LogReader
 from relax_events.broker.embedded import EmbeddedBroker
@@ -25,13 +26,14 @@ from relax_events.config import RunConfig
 from relax_events.control.address import with_bootstrap_servers
 from relax_events.control.run_state import RunState
 from relax_events.control.topics import apply_topics
-from relax_events.broker.admin import Admin
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import WorkerBeat, WorkerState
 from relax_events.topics import TopicPlan
 
 WATCHED = ("control.policy-versions", "control.train-steps", "control.group-outcomes", "control.commands", "control.heartbeats")
 READY = (WorkerState.IDLE, WorkerState.WORKING)
+PATIENCE_SECONDS = 150.0
+"""How long anything is waited for: a hang fails, a busy machine does not."""
 
 
 def environment() -> dict[str, str]:
@@ -79,7 +81,12 @@ class FaultRun:
         """Start a `relax` command, by default `relax run` of this run."""
         with self.output.open("ab") as file:
             process = subprocess.Popen(
-                command(*(arguments or ("run", self.run_file))), cwd=self.folder, env=environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=file
+                command(*(arguments or ("run", self.run_file))),
+                cwd=self.folder,
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
             )
         self._started.append(process)
         return process
@@ -92,7 +99,7 @@ class FaultRun:
         """Return the workers of this run that live."""
         return [process for process in psutil.process_iter(["cmdline"]) if str(self.folder / "run.json") in (process.info["cmdline"] or ())]
 
-    def until(self, condition: Callable[[], bool], what: str, *, timeout_seconds: float = 60.0) -> None:
+    def until(self, condition: Callable[[], bool], what: str, *, timeout_seconds: float = PATIENCE_SECONDS) -> None:
         """Follow the control log until the condition holds; fail at the timeout, or when `relax run` ended meanwhile."""
         deadline = time.monotonic() + timeout_seconds
         while not condition():
@@ -100,7 +107,7 @@ class FaultRun:
             assert any(process.poll() is None for process in self._started), f"ended before: {what}; {self._standing()}"
             self._pump()
 
-    def until_ended(self, process: subprocess.Popen[bytes], *, timeout_seconds: float = 120.0) -> int:
+    def until_ended(self, process: subprocess.Popen[bytes], *, timeout_seconds: float = PATIENCE_SECONDS) -> int:
         """Follow the control log until a process of ours has ended, and return its exit code."""
         deadline = time.monotonic() + timeout_seconds
         while (code := process.poll()) is None:
@@ -108,11 +115,11 @@ class FaultRun:
             self._pump()
         return code
 
-    def until_steps(self, num_steps: int, *, timeout_seconds: float = 60.0) -> None:
+    def until_steps(self, num_steps: int, *, timeout_seconds: float = PATIENCE_SECONDS) -> None:
         """Wait until so many train steps are committed."""
         self.until(lambda: self.state.num_steps >= num_steps, f"{num_steps} train steps", timeout_seconds=timeout_seconds)
 
-    def until_ready_again(self, *worker_ids: str, killed: dict[str, int], timeout_seconds: float = 60.0) -> None:
+    def until_ready_again(self, *worker_ids: str, killed: dict[str, int], timeout_seconds: float = PATIENCE_SECONDS) -> None:
         """Wait until other processes than the killed ones have taken up the work of these workers."""
 
         def taken_up() -> bool:
@@ -149,7 +156,12 @@ class FaultRun:
     def ledger(self) -> dict[str, Any]:
         """Run `relax ledger check` and return its figures; fail when a promise was broken."""
         ended = subprocess.run(
-            command("ledger", "check", self.run_file, "--output", "json"), cwd=self.folder, env=environment(), capture_output=True, timeout=60, check=False
+            command("ledger", "check", self.run_file, "--output", "json"),
+            cwd=self.folder,
+            env=environment(),
+            capture_output=True,
+            timeout=60,
+            check=False,
         )
         figures: dict[str, Any] = orjson.loads(ended.stdout or b"{}")
         assert (ended.returncode, figures.get("problems")) == (0, []), f"{figures}\n{ended.stderr.decode()}"
