@@ -24,10 +24,10 @@ from relax_events.events.types import (
 from relax_events.policy import IssuedGroup
 
 
-def rolled_out(group_id: str = "000000-0000-0", index: int = 0, *, version: int = 0, of: int = 2, **changes: Any) -> SampleRolledOut:
-    """Make a rolled-out sample of four tokens, two of them generated."""
+def _trajectory(group_id: str, index: int, *, version: int, of: int) -> dict[str, Any]:
+    """Return the fields that rolled-out and ready samples share: four tokens, two of them generated."""
     group = IssuedGroup.parse(group_id)
-    fields: dict[str, Any] = {
+    return {
         "sample_id": f"{group_id}/{index}",
         "prompt_group_id": group_id,
         "sample_index": index,
@@ -39,18 +39,24 @@ def rolled_out(group_id: str = "000000-0000-0", index: int = 0, *, version: int 
         "policy_version": version,
         "min_policy_version": version,
         "max_policy_version": version,
-        "version_segments": [VersionSegment(version, 2)],
         "tokens": np.array([5, 6, 7, 8], np.int32),
         "loss_mask": np.array([0, 0, 1, 1], np.uint8),
         "rollout_logprobs": np.array([0, 0, -0.5, -0.25], np.float32),
         "num_prompt_tokens": 2,
         "temperature": 1.0,
         "finish_reason": FinishReason.STOP,
+    }
+
+
+def rolled_out(group_id: str = "000000-0000-0", index: int = 0, *, version: int = 0, of: int = 2, **changes: Any) -> SampleRolledOut:
+    """Make a rolled-out sample."""
+    fields: dict[str, Any] = {
+        "version_segments": [VersionSegment(version, 2)],
         "completion": "hi",
         "messages": [ChatMessage.of_text("user", "say hi")],
         "rolled_out_at": 1_700_000_000_000_000,
     }
-    return SampleRolledOut(**fields | changes)
+    return SampleRolledOut(**_trajectory(group_id, index, version=version, of=of) | fields | changes)
 
 
 def scored(group_id: str = "000000-0000-0", index: int = 0, *, version: int = 0, reward: float = 1.0) -> SampleScored:
@@ -75,30 +81,8 @@ def evaluated(group_id: str = "000000-0000-0", index: int = 0, *, version: int =
 
 def ready(group_id: str = "000000-0000-0", index: int = 0, *, version: int = 0, of: int = 2, **changes: Any) -> SampleReady:
     """Make a sample as the trainer gets it."""
-    group = IssuedGroup.parse(group_id)
-    fields: dict[str, Any] = {
-        "sample_id": f"{group_id}/{index}",
-        "prompt_group_id": group_id,
-        "sample_index": index,
-        "samples_per_prompt": of,
-        "train_step": group.place.train_step,
-        "group_index": group.place.group_index,
-        "attempt": group.attempt,
-        "row": 7,
-        "policy_version": version,
-        "min_policy_version": version,
-        "max_policy_version": version,
-        "tokens": np.array([5, 6, 7, 8], np.int32),
-        "loss_mask": np.array([0, 0, 1, 1], np.uint8),
-        "rollout_logprobs": np.array([0, 0, -0.5, -0.25], np.float32),
-        "advantages": np.array([0, 0, 1, 1], np.float32),
-        "reward": 1.0,
-        "temperature": 1.0,
-        "num_prompt_tokens": 2,
-        "finish_reason": FinishReason.STOP,
-        "ready_at": 1,
-    }
-    return SampleReady(**fields | changes)
+    fields: dict[str, Any] = {"advantages": np.array([0, 0, 1, 1], np.float32), "reward": 1.0, "ready_at": 1}
+    return SampleReady(**_trajectory(group_id, index, version=version, of=of) | fields | changes)
 
 
 def ended(group_id: str = "000000-0000-0", outcome: Outcome = Outcome.FAILED, *, version: int = 0, reason: str = "because") -> PromptGroupEnded:

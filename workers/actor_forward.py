@@ -66,5 +66,7 @@ class VersionedWeights:
         published = self._published.get(policy_version)
         if published is None:
             known = sorted(self._published)
-            raise WeightsError(f"policy version {policy_version} is not among the published ones in the window {known}; was the control log truncated?")
+            raise WeightsError(
+                f"policy version {policy_version} is not among the published ones in the window {known}; was the control log truncated?"
+            )
         return self._transport.fetch(published)

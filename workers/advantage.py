@@ -18,7 +18,9 @@ from relax_events.broker.deadline import Deadline
 from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
 from relax_events.errors import CorruptRecord, PoisonSample
+from relax_events.events.tensors import dense
 from relax_events.events.types import (
+    Array,
     Event,
     Outcome,
     PolicyVersionPublished,
@@ -128,15 +130,15 @@ class AdvantageLoop:
             self._end(group, Outcome.FILTERED, "all rewards are equal", mean_reward=mean_reward)
             return
         advantages = group_advantages(rewards, normalise_std=self._worker.config.algorithm.normalise_std)[0]
-        for sample, advantage in zip(group.ordered_samples(), advantages, strict=True):
-            self._worker.producer.send(self._ready_record(group, sample, float(advantage)))
+        for sample, reward, advantage in zip(group.ordered_samples(), rewards[0], advantages, strict=True):
+            self._worker.producer.send(self._ready_record(group, sample, reward=float(reward), advantage=float(advantage)))
 
-    def _ready_record(self, group: JoinedGroup, sample: SampleRolledOut, advantage: float) -> OutRecord:
-        def logprobs_of(evaluator: str) -> np.ndarray | None:
+    def _ready_record(self, group: JoinedGroup, sample: SampleRolledOut, *, reward: float, advantage: float) -> OutRecord:
+        def logprobs_of(evaluator: str) -> Array | None:
             found = group.evaluations.get(evaluator, {}).get(sample.sample_id)
             return None if found is None else found.values
 
-        score = group.scores[sample.sample_id]
+        loss_mask = dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask")
         ready = SampleReady(
             sample_id=sample.sample_id,
             prompt_group_id=sample.prompt_group_id,
@@ -150,12 +152,12 @@ class AdvantageLoop:
             min_policy_version=sample.min_policy_version,
             max_policy_version=sample.max_policy_version,
             tokens=sample.tokens,
-            loss_mask=sample.loss_mask,
+            loss_mask=loss_mask,
             rollout_logprobs=sample.rollout_logprobs,
             actor_logprobs=logprobs_of("actor"),
             ref_logprobs=logprobs_of("reference"),
-            advantages=sample.loss_mask.astype(np.float32) * np.float32(advantage),
-            reward=score.reward,
+            advantages=loss_mask.astype(np.float32) * np.float32(advantage),
+            reward=reward,
             temperature=sample.temperature,
             num_prompt_tokens=sample.num_prompt_tokens,
             finish_reason=sample.finish_reason,

@@ -63,7 +63,8 @@ class ControllerLoop:
         if state.num_steps >= run.num_steps:
             self._command(Command.STOP, reason=f"all {run.num_steps} train steps are committed", succeeded=True)
         elif state.failed_in_a_row >= run.max_failed_groups:
-            self._command(Command.STOP, reason=f"{state.failed_in_a_row} prompt groups failed in a row (run.max_failed_groups); the last one: {state.last_failure}")
+            failed = f"{state.failed_in_a_row} prompt groups failed in a row (run.max_failed_groups)"
+            self._command(Command.STOP, reason=f"{failed}; the last one: {state.last_failure}")
 
     def _look_for_hung(self) -> None:
         """Have a worker restarted that breathes no more: its work loop owes a beat every `workers.beat_seconds`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import time
+from contextlib import suppress
 
 import structlog
 
@@ -55,10 +56,8 @@ class PrompterLoop:
         worker.drain.on_start(lambda: self._inbox.put(None))
         worker.follow(self._inbox.put)
         while not worker.drain.requested:
-            try:
+            with suppress(queue.Empty):
                 self._take(self._inbox.get(timeout=IDLE_SECONDS))
-            except queue.Empty:
-                pass
             worker.tick(working=False)
         self._producer.close()
 

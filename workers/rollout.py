@@ -31,15 +31,19 @@ from workers.opening import open_store, open_worker
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
 STEP_SECONDS = 0.25
-MAX_DELIVERIES = 5
+MAX_DELIVERIES = 4  # the broker drops a record after its fifth delivery by default, and tells nobody
 RELOAD_SECONDS = 2.0
 
 
 @dataclass(slots=True)
 class GroupInWork:
-    """A leased prompt group and what has been generated of it."""
+    """A leased prompt group and what has been generated of it.
 
-    lease: Lease
+    It has several leases when its prompt was delivered again while it was at work: the broker was away and forgot who
+    holds what, the lease lapsed, or a prompter that died in the middle had issued it twice.
+    """
+
+    leases: list[Lease]
     issued: PromptGroupIssued
     prompt_tokens: np.ndarray
     samples: list[GeneratedSample] = field(default_factory=list)
@@ -48,6 +52,16 @@ class GroupInWork:
     def is_complete(self) -> bool:
         """Whether every sample has been generated."""
         return len(self.samples) == self.issued.samples_per_prompt
+
+    def done(self) -> None:
+        """Settle all leases: the work is finished and safe."""
+        for lease in self.leases:
+            lease.done()
+
+    def release(self) -> None:
+        """Settle all leases: the work was not finished."""
+        for lease in self.leases:
+            lease.release()
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -90,6 +104,7 @@ class RolloutLoop:
         self._waiting: list[GroupInWork] = []
         self._running: dict[str, GroupInWork] = {}
         self._reload_after = 0.0
+        self._refused_version = -1
         self._asleep = False
 
     def run(self) -> None:
@@ -107,7 +122,7 @@ class RolloutLoop:
                 self._generate()
                 worker.tick(working=True)
             for group in self._running.values():
-                group.lease.release()
+                group.release()
         finally:
             leases.close()
 
@@ -153,14 +168,20 @@ class RolloutLoop:
             if event is not None:
                 self._worker.dead_letter(lease.record, PoisonSample(f"expected PromptGroupIssued, got {type(event).__name__}"))
             self._fail(lease, "prompt record could not be decoded")
+        elif (group := self._at_work(event.prompt_group_id)) is not None:
+            group.leases.append(lease)
         elif lease.delivery_count > MAX_DELIVERIES:
             self._fail(lease, f"given up after {MAX_DELIVERIES} deliveries: every worker that took it died")
         else:
             try:
-                self._waiting.append(GroupInWork(lease, event, self._renderer.prompt_tokens(event.messages)))
+                self._waiting.append(GroupInWork([lease], event, self._renderer.prompt_tokens(event.messages)))
             except (PoisonSample, ValueError) as error:
                 self._worker.dead_letter(lease.record, PoisonSample(str(error)))
                 self._fail(lease, f"prompt can't be rendered: {error}")
+
+    def _at_work(self, prompt_group_id: str) -> GroupInWork | None:
+        waiting = (group for group in self._waiting if group.issued.prompt_group_id == prompt_group_id)
+        return self._running.get(prompt_group_id) or next(waiting, None)
 
     def _fail(self, lease: Lease, reason: str) -> None:
         """End a prompt group that can't be generated, and take it off the queue."""
@@ -171,7 +192,7 @@ class RolloutLoop:
 
     def _admit(self) -> None:
         """Start waiting prompt groups, oldest first, while there is room and the engine's version is new enough."""
-        if self._worker.control.paused or self._must_finish_first():
+        if self._worker.paused or self._must_finish_first():
             return
         self._waiting.sort(key=lambda group: (group.issued.train_step, group.issued.group_index))
         room = self._config.engine.max_running_samples - self._engine.num_running
@@ -185,8 +206,9 @@ class RolloutLoop:
         self._waiting = kept
 
     def _must_finish_first(self) -> bool:
-        """With `finish`, a published version stops admission until what runs has ended and the version is loaded."""
-        return self._config.run.on_new_version == "finish" and self._worker.control.policy_version > self._engine.policy_version
+        """With `finish`, a published version stops admission until what runs has ended and the version is loaded, unless it is unfit."""
+        published = self._worker.control.policy_version
+        return self._config.run.on_new_version == "finish" and published > self._engine.policy_version and published != self._refused_version
 
     def _submit(self, group: GroupInWork) -> bool:
         issued = group.issued
@@ -215,8 +237,9 @@ class RolloutLoop:
                 )
             )
         except PoisonSample as error:
-            self._worker.dead_letter(group.lease.record, error)
-            self._fail(group.lease, f"engine refused the prompt: {error}")
+            self._worker.dead_letter(group.leases[0].record, error)
+            for lease in group.leases:
+                self._fail(lease, f"engine refused the prompt: {error}")
             return False
         self._running[issued.prompt_group_id] = group
         return True
@@ -236,12 +259,13 @@ class RolloutLoop:
         """Make samples safe first, settle their leases after."""
         for group in groups:
             errors = [sample.error for sample in group.samples if sample.finish_reason is FinishReason.ERROR]
-            records = [self._worker.tombstone(group.issued.prompt_group_id, Outcome.FAILED, f"engine: {errors[0]}")] if errors else self._records(group)
-            for record in records:
+            prompt_group_id = group.issued.prompt_group_id
+            failure = [self._worker.tombstone(prompt_group_id, Outcome.FAILED, f"engine: {errors[0]}")] if errors else []
+            for record in failure or self._records(group):
                 self._worker.producer.send(record)
         self._worker.producer.flush()
         for group in groups:
-            group.lease.done()
+            group.done()
         self._worker.metrics.tokens(sum(len(sample.tokens) for group in groups for sample in group.samples))
         self._worker.finished(len(groups), started)
 
@@ -304,7 +328,7 @@ class RolloutLoop:
             self._engine.load_weights(weights, on_running="swap" if mode == "swap" else "restart")
         except (WeightsError, ObjectError) as error:
             log.error("weights.refused", policy_version=newest.policy_version, serving=self._engine.policy_version, error=str(error))
-            self._reload_after = time.monotonic() + RELOAD_SECONDS
+            self._reload_after, self._refused_version = time.monotonic() + RELOAD_SECONDS, newest.policy_version
             return
         self._asleep = False
         self._worker.beats.policy_version = self._engine.policy_version
@@ -315,7 +339,7 @@ class RolloutLoop:
             if (lease := self._inbox.get()) is not None:
                 lease.release()
         for group in self._waiting:
-            group.lease.release()
+            group.release()
         self._waiting = []
 
     def _wake_on_version(self, event: Event) -> None:

@@ -94,6 +94,7 @@ class TrainLoop:
         """Recover, then train until the goal or the drain."""
         worker = self._worker
         self._committer = StepCommitter(worker, self._store, self._reader) if self._ranks.rank == 0 else None
+        self._ranks.all_gather_bytes(b"")  # only now is an earlier trainer fenced, and the history the same for all ranks
         history = self._recover()
         worker.follow()
         try:

@@ -106,6 +106,7 @@ class ConnectionLog:
         self._lock = threading.Lock()
 
     def __call__(self, error: KafkaError) -> None:
+        """Log an error unless it is the one before again."""
         with self._lock:
             repeated, self._last = error.code() == self._last, error.code()
         if not repeated:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from relax_events.cli.app import app
+from relax_events.cli.commands import HELP_FLAGS, help_text
 from relax_events.errors import RelaxError
 
 INTERRUPTED = 130
@@ -12,6 +12,11 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Run the command line and exit with its code; an error of ours is one text on stderr, never a traceback."""
+    if sys.argv[1:] == [] or (len(sys.argv) == 2 and sys.argv[1] in HELP_FLAGS):
+        print(help_text())
+        sys.exit(0)
+    from relax_events.cli.app import app
+
     try:
         result = app()
     except RelaxError as error:

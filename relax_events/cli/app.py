@@ -1,93 +1,19 @@
-"""The tree of commands: noun, then verb."""
+"""The tree of commands: noun, then verb. Each command's own file is loaded when it is called."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import Annotated
-
-from cyclopts import App, Parameter
+from cyclopts import App
 
 from relax_events import __version__
+from relax_events.cli.commands import COMMANDS, EXAMPLE, SUMMARY
 
 app = App(
     name="relax",
     version=__version__,
-    help="Reinforcement-learning post-training as an event-driven pipeline on Kafka.\n\nExample: relax run configs/quickstart.toml",
+    help=f"{SUMMARY}\n\n{EXAMPLE}",
     result_action="return_value",
     help_formatter="plain",
     help_format="plaintext",
 )
-for noun, module, text in (
-    ("broker", "relax_events.cli.broker:app", "A real Kafka broker on this machine: start, stop, status, logs."),
-    ("topics", "relax_events.cli.topics:app", "The run's topics: plan, apply, describe, lag."),
-    ("ledger", "relax_events.cli.ledger:app", "Proofs from the log: check."),
-    ("models", "relax_events.cli.models:app", "Small models and their supervised start."),
-):
-    app.command(module, name=noun, help=text)
-
-Config = Annotated[Path, Parameter(help="The run file, TOML.")]
-Overrides = Annotated[tuple[str, ...], Parameter(help="section.key=value, laid over the run file.")]
-
-
-@app.command
-def run(config: Config, *overrides: str) -> None:
-    """Run everything on this machine, show progress, and end by itself: exit code 0 means that the goal was reached.
-
-    Example: relax run configs/quickstart.toml run.seed=1
-
-    Args:
-        config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
-    """
-    from relax_events.config import load_run_config
-    from relax_events.control.preparation import prepare_run
-    from relax_events.control.run import RunSession
-
-    settings = load_run_config(config, overrides)
-    prepare_run(settings)
-    report = RunSession(settings).run()
-    rewards = f"reward {report['reward_first']:.3f} -> {report['reward_last']:.3f}"
-    print(f"{rewards} in {report['steps']} steps, {report['wall_seconds']:.0f} s; report: {settings.run_directory / 'report.html'}")
-
-
-@app.command
-def worker(role: str, config: Config, *overrides: str, index: int = 0) -> None:
-    """Run one worker of a role: what a container, a unit file or a shell starts.
-
-    Example: relax worker rollout configs/quickstart.toml --index 1
-
-    Args:
-        role: prompter, rollout, reward, reference, actor-forward, advantage, trainer, controller or metrics.
-        config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
-        index: Tells workers of one role apart.
-    """
-    from relax_events.cli.roles import load_role
-    from relax_events.config import load_run_config
-    from relax_events.control.address import attach
-    from relax_events.control.orphans import end_with_supervisor
-
-    settings = load_run_config(config, overrides)
-    start = load_role(role)
-    end_with_supervisor()
-    start(attach(settings), index=index)
-
-
-@app.command
-def doctor(config: Config, *overrides: str) -> int:
-    """Check all that a run needs without starting it; exit code 6 when something is missing.
-
-    Example: relax doctor configs/quickstart.toml
-
-    Args:
-        config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
-    """
-    from relax_events.config import load_run_config
-    from relax_events.control.doctor import examine
-
-    findings = examine(load_run_config(config, overrides))
-    for finding in findings:
-        print(f"{'ok ' if finding.is_good else 'NO '} {finding.what}: {finding.text}", file=sys.stdout)
-    return 0 if all(finding.is_good for finding in findings) else 6
+for name, (place, _) in COMMANDS.items():
+    app.command(place, name=name)

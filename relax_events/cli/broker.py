@@ -19,6 +19,8 @@ Directory = Annotated[Path, Parameter(help="Where the broker keeps its records, 
 def start(*, directory: Directory = _DEFAULT_DIRECTORY, port: int = 0, timeout_seconds: float = 60.0) -> None:
     """Start the broker in the background and print its bootstrap servers; one that runs already is left as it is.
 
+    Example: relax broker start --directory .relax/broker
+
     Args:
         directory: Where the broker keeps its records, log and settings.
         port: Where clients connect; 0 takes the port used before, or a free one.
@@ -35,6 +37,8 @@ def start(*, directory: Directory = _DEFAULT_DIRECTORY, port: int = 0, timeout_s
 def stop(*, directory: Directory = _DEFAULT_DIRECTORY, timeout_seconds: float = 20.0) -> None:
     """Shut the broker down cleanly; its records and its port stay for the next start.
 
+    Example: relax broker stop
+
     Args:
         directory: Where the broker keeps its records, log and settings.
         timeout_seconds: How long it may take before it is ended by force.
@@ -47,6 +51,8 @@ def stop(*, directory: Directory = _DEFAULT_DIRECTORY, timeout_seconds: float = 
 @app.command
 def status(*, directory: Directory = _DEFAULT_DIRECTORY, output: Literal["table", "json"] = "table") -> int:
     """Show whether the broker runs, where, since when, and what it takes on disk; exit 3 when it is down.
+
+    Example: relax broker status --output json
 
     Args:
         directory: Where the broker keeps its records, log and settings.
@@ -62,6 +68,8 @@ def status(*, directory: Directory = _DEFAULT_DIRECTORY, output: Literal["table"
 @app.command
 def logs(*, directory: Directory = _DEFAULT_DIRECTORY, lines: int = 50, follow: bool = False) -> None:
     """Print the end of the broker's log.
+
+    Example: relax broker logs --lines 20
 
     Args:
         directory: Where the broker keeps its records, log and settings.

@@ -14,6 +14,8 @@ app = App(name="ledger", help="Prove from the log that nothing was lost or train
 def check(config: Path, *overrides: str, output: Literal["table", "json"] = "table") -> int:
     """Read the whole log and check every promise; exit code 6 when one is broken.
 
+    Example: relax ledger check configs/quickstart.toml
+
     Args:
         config: The run file, TOML.
         overrides: section.key=value, laid over the run file.

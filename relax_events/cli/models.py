@@ -12,35 +12,43 @@ app = App(
 
 
 @app.command
-def prepare(config: Path) -> None:
+def prepare(config: Path, *overrides: str) -> None:
     """Make the model that a run file describes, with its warm start, unless it is there; print its folder.
 
+    Example: relax models prepare configs/quickstart.toml
+
     Args:
-        config: The run file.
+        config: The run file, TOML.
+        overrides: section.key=value, laid over the run file.
     """
     from relax_events.config import load_run_config
     from relax_events.data.preparation import prepare_model
 
-    print(prepare_model(load_run_config(config), report=_say))
+    print(prepare_model(load_run_config(config, overrides), report=_say))
 
 
 @app.command(name="warm-start")
-def warm_start(config: Path, *, output: Path | None = None) -> None:
+def warm_start(config: Path, *overrides: str, output: Path | None = None) -> None:
     """Train the model of a run file on reference answers for `warm_start.steps` steps; print the folder written.
 
+    Example: relax models warm-start configs/quickstart.toml --output .relax/models/warm
+
     Args:
-        config: The run file.
+        config: The run file, TOML.
+        overrides: section.key=value, laid over the run file.
         output: Where the trained model goes; the place of the old one when not given.
     """
     from relax_events.config import load_run_config
     from relax_events.data.preparation import warm_start_model
 
-    print(warm_start_model(load_run_config(config), output=output, report=_say))
+    print(warm_start_model(load_run_config(config, overrides), output=output, report=_say))
 
 
 @app.command(name="make-tiny")
 def make_tiny(path: Path, *, config: Path | None = None, corpus: Path | None = None, seed: int = 0) -> None:
     """Write a tiny random model with a tokenizer of its own; print its folder.
+
+    Example: relax models make-tiny .relax/models/tiny --config configs/quickstart.toml
 
     Args:
         path: The folder to write.

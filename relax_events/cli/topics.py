@@ -27,6 +27,8 @@ def _open(config: Path, overrides: tuple[str, ...]) -> tuple[RunConfig, Admin]:
 def plan(config: Path, *overrides: str, output: Output = "table") -> int:
     """Show what `apply` would change; exit code 6 when something would.
 
+    Example: relax topics plan configs/quickstart.toml
+
     Args:
         config: The run file, TOML.
         overrides: section.key=value, laid over the run file.
@@ -45,6 +47,8 @@ def plan(config: Path, *overrides: str, output: Output = "table") -> int:
 @app.command
 def apply(config: Path, *overrides: str, dry_run: bool = False, yes: bool = False, output: Output = "table") -> int:
     """Create and alter the run's topics; what would misplace records is refused.
+
+    Example: relax topics apply configs/quickstart.toml --dry-run
 
     Args:
         config: The run file, TOML.
@@ -68,6 +72,8 @@ def apply(config: Path, *overrides: str, dry_run: bool = False, yes: bool = Fals
 def describe(config: Path, *overrides: str, output: Output = "table") -> None:
     """Show the run's topics: partitions, records, what they are for.
 
+    Example: relax topics describe configs/quickstart.toml
+
     Args:
         config: The run file, TOML.
         overrides: section.key=value, laid over the run file.
@@ -90,6 +96,8 @@ def describe(config: Path, *overrides: str, output: Output = "table") -> None:
 @app.command
 def lag(config: Path, *overrides: str, output: Output = "table") -> None:
     """Show records behind by role and slot: the older the version of a slot that lags, the staler the work.
+
+    Example: relax topics lag configs/quickstart.toml --output json
 
     Args:
         config: The run file, TOML.

@@ -1,7 +1,8 @@
 """Reads the whole log of a run and proves what was promised about it.
 
 issued = trained + filtered + expired + failed + in flight; no sample trained twice; none older than the bound; none
-trained that was never generated; versions and steps without gap; every generated prompt group accounted for.
+trained that was never generated or issued; versions and steps without gap; every generated prompt group accounted for.
+What strangers write is counted apart: it may be refused, it must not be trained.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Ledger:
     steps: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     second_ends: list[str] = field(default_factory=list)
+    num_unreadable: int = 0
 
     def note(self, event: Event) -> None:
         """Enter an event."""
@@ -59,8 +61,9 @@ class Ledger:
 
     def figures(self) -> dict[str, Any]:
         """Return the books' sums."""
-        ended = Counter(self.outcomes.values())
+        ended = Counter(outcome for name, outcome in self.outcomes.items() if name in self.issued)
         total = sum(self.staleness.values())
+        ours = {name: count for name, count in self.rolled_out.items() if name.rpartition("/")[0] in self.issued}
         return {
             "steps": len(set(self.steps)),
             "outcomes": {
@@ -68,11 +71,13 @@ class Ledger:
                 **{name: ended[name] for name in ("trained", "filtered", "expired", "failed")},
                 "in_flight": len(self.issued - self.outcomes.keys()),
             },
-            "samples_rolled_out": len(self.rolled_out),
+            "samples_rolled_out": len(ours),
+            "samples_foreign": len(self.rolled_out) - len(ours),
+            "records_unreadable": self.num_unreadable,
             "samples_trained": len(self.trained),
             "samples_trained_twice": sum(1 for count in self.trained.values() if count > 1),
             "samples_lost": len(self.lost()),
-            "rollouts_regenerated": sum(count - 1 for count in self.rolled_out.values()),
+            "rollouts_regenerated": sum(count - 1 for count in ours.values()),
             "staleness_max": max(self.staleness, default=0),
             "staleness_mean": sum(age * count for age, count in self.staleness.items()) / total if total else 0.0,
             "staleness_counts": [self.staleness[age] for age in range(max(self.staleness, default=0) + 1)],
@@ -94,10 +99,7 @@ class Ledger:
                 name for name, outcome in self.outcomes.items() if outcome == "trained" and name not in self.trained_groups
             ),
             "prompt group ended in two ways": self.second_ends,
-            "prompt group ended that was never issued": sorted(self.outcomes.keys() - self.issued),
-            "sample generated for a prompt group that was never issued": sorted(
-                name for name in self.rolled_out if name.rpartition("/")[0] not in self.issued
-            ),
+            "prompt group trained that was never issued": sorted(self.trained_groups.keys() - self.issued),
             f"staleness above max_staleness = {self.max_staleness}": [str(age) for age in self.staleness if age > self.max_staleness],
             "train steps not 0, 1, 2, ...": [str(self.steps)] if self.steps != list(range(len(self.steps))) else [],
             "policy versions not 0, 1, 2, ...": [str(self.versions)] if self.versions != list(range(len(self.versions))) else [],
@@ -121,6 +123,7 @@ def read_ledger(config: RunConfig) -> Ledger:
             try:
                 ledger.note(codec.decode(record.value))
             except (CorruptRecord, SchemaError) as error:
+                ledger.num_unreadable += 1
                 log.warning("record.unreadable", place=record.place, error=str(error))
     finally:
         reader.close()

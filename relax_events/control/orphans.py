@@ -6,12 +6,18 @@ import os
 import select
 import signal
 import threading
+import time
 
 VARIABLE = "RELAX_SUPERVISOR_PID"
 
 
-def end_with_supervisor() -> None:
-    """Drain when the supervisor is gone. A worker that was started by hand has none and is left alone."""
+def end_with_supervisor(*, drain_seconds: float) -> None:
+    """Drain when the supervisor is gone. A worker that was started by hand has none and is left alone.
+
+    Args:
+        drain_seconds: After so long the process ends at once, as the supervisor would have had it: what was not committed
+            is delivered again.
+    """
     supervisor = os.environ.get(VARIABLE)
     if supervisor is None:
         return
@@ -24,5 +30,7 @@ def end_with_supervisor() -> None:
     def wait() -> None:
         select.select([handle], [], [])
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(drain_seconds)
+        os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=wait, name="supervisor-watch", daemon=True).start()

@@ -64,6 +64,8 @@ def build_report(
     train_seconds: The sum of `curves.step_seconds` of the same steps.
     outcomes: Prompt groups: `issued` in all, how they ended (`trained`, `filtered`, `expired`, `failed`), and those `in_flight`.
     samples_rolled_out, samples_trained: Distinct samples that were generated, and that were trained.
+    samples_foreign, records_unreadable: What strangers wrote into the run's topics: samples of prompt groups that were never issued, and
+        records that are no event.
     samples_lost: Samples that were generated for a prompt group that ended as trained, but that no step trained.
     samples_trained_twice: Samples that more than one step, or one step more than once, trained.
     rollouts_regenerated: Samples that were generated again after the first time, for example after a worker died.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from relax_events.control.supervisor import Supervisor
 from relax_events.control.topics import apply_topics, consumer_lag
 from relax_events.errors import BrokerError, CheckFailed, RunFailed
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import Command, Event, RunCommanded
+from relax_events.events.types import Command, Event, RunCommanded, WorkerState, now_micros
 from relax_events.pipeline.control import ControlFollower
 from relax_events.pipeline.drain import Drain
 from relax_events.telemetry.logs import configure_logs
@@ -34,6 +35,7 @@ from relax_events.topics import TopicPlan
 log = structlog.get_logger()
 TURN_SECONDS = 0.5
 LAG_EVERY_SECONDS = 2.0
+LAG_TIMEOUT_SECONDS = 2.0  # we also tend the broker: asking one that died must not keep us from starting it again
 BROKER_GONE_SECONDS = 120.0
 
 
@@ -49,6 +51,7 @@ class RunSession:
         self._asked_to_kill: list[str] = []
         self._lag: dict[str, dict[int, int]] = {}
         self._lag_read_at = 0.0
+        self._started_at = now_micros()
 
     def run(self) -> dict[str, Any]:
         """Run to the end and return the report.
@@ -65,8 +68,8 @@ class RunSession:
         with ExitStack() as stack:
             display = stack.enter_context(ProgressDisplay(self._config))
             self._start_broker(stack, display)
-            admin = open_admin(self._config, name="run")
-            apply_topics(self._config, admin)
+            apply_topics(self._config, open_admin(self._config, name="run"))
+            admin = Admin(replace(Connection.of(self._config.broker, client_id=f"{self._config.run.id}.lag"), request_timeout_seconds=LAG_TIMEOUT_SECONDS))
             supervisor = Supervisor(self._config, self._write_resolved())
             follower = self._follow(stack)
             self._take_up(display)
@@ -122,7 +125,7 @@ class RunSession:
     def _note(self, event: Event) -> None:
         with self._lock:
             self._state.note(event)
-        if isinstance(event, RunCommanded) and event.command is Command.RESTART and event.worker_id:
+        if isinstance(event, RunCommanded) and event.command is Command.RESTART and event.worker_id and event.commanded_at > self._started_at:
             self._asked_to_kill.append(event.worker_id)
 
     def _watch(self, supervisor: Supervisor, admin: Admin, display: ProgressDisplay) -> None:
@@ -132,11 +135,21 @@ class RunSession:
             self._tend_broker(display)
             while self._asked_to_kill:
                 supervisor.kill(self._asked_to_kill.pop())
+            self._revive_fenced(supervisor)
             supervisor.tend()
             if supervisor.num_restarts > restarts:
                 restarts = supervisor.num_restarts
                 display.note(f"a worker died and is started again ({restarts} so far); see {self._config.run_directory / 'logs'}")
             self._show(admin, display, supervisor)
+
+    def _revive_fenced(self, supervisor: Supervisor) -> None:
+        """Start a fenced worker again once no other process beats in its name."""
+        limit = now_micros() - int(self._config.workers.hung_seconds * 1e6)
+        for worker_id, pid in supervisor.fenced.items():
+            with self._lock:
+                beat = self._state.workers.get(worker_id)
+            if beat is None or beat.pid == pid or beat.state is WorkerState.STOPPED or beat.beat_at < limit:
+                supervisor.revive(worker_id)
 
     def _tend_broker(self, display: ProgressDisplay) -> None:
         if self._broker is not None and not self._broker.is_running:

@@ -15,12 +15,13 @@ import structlog
 
 from relax_events.config import RunConfig
 from relax_events.control.orphans import VARIABLE
-from relax_events.errors import ConfigError, RunFailed, SchemaError
+from relax_events.errors import ConfigError, Fenced, RunFailed, SchemaError
 
 log = structlog.get_logger()
 FATAL_CODES = {kind.exit_code: kind for kind in (ConfigError, SchemaError)}
 BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0)
 RESTART_WINDOW_SECONDS = 60.0
+AFTER_DRAIN_SECONDS = 1.0  # the command to stop may reach a worker before it reaches us
 LOG_TAIL_LINES = 12
 
 
@@ -35,6 +36,7 @@ class ManagedProcess:
     process: subprocess.Popen[bytes] | None = None
     start_after: float = 0.0
     starts: list[float] = field(default_factory=list)
+    fenced_pid: int | None = None
 
     @property
     def is_running(self) -> bool:
@@ -53,8 +55,9 @@ class ManagedProcess:
 class Supervisor:
     """The processes of a run, each in a process group of its own, with a log file each.
 
-    A worker that ends though nobody asked it to is started again, later each time; one that ends with a usage or
-    configuration error is not, since it would end the same way.
+    A worker that ends though the run goes on is started again, later each time; one that ends with a usage or
+    configuration error is not, since it would end the same way. One that was fenced stays down until `revive`: another
+    instance is at its work, and a new one would only fence that in turn.
     """
 
     def __init__(self, config: RunConfig, config_path: Path) -> None:
@@ -114,20 +117,35 @@ class Supervisor:
         now = time.monotonic()
         for managed in self._processes.values():
             if managed.process is None:
-                if now >= managed.start_after:
+                if managed.fenced_pid is None and now >= managed.start_after:
                     self._spawn(managed)
-            elif (code := managed.process.poll()) is not None and code != 0:
-                self._note_death(managed, code)
+            elif (code := managed.process.poll()) == Fenced.exit_code:
+                log.warning("worker.fenced", worker_id=managed.worker_id, pid=managed.process.pid)
+                managed.process, managed.fenced_pid = None, managed.process.pid
+            elif code is not None:
+                self._note_end(managed, code)
 
-    def _note_death(self, managed: ManagedProcess, code: int) -> None:
+    def _note_end(self, managed: ManagedProcess, code: int) -> None:
         recent = [start for start in managed.starts if time.monotonic() - start < RESTART_WINDOW_SECONDS]
         if code in FATAL_CODES or len(recent) > self._config.workers.max_restarts:
             kind = FATAL_CODES.get(code, RunFailed)
             raise kind(f"{managed.worker_id} ended with exit code {code}; the end of {managed.log_path}:\n{managed.log_tail()}")
         delay = BACKOFF_SECONDS[min(len(recent) - 1, len(BACKOFF_SECONDS) - 1)]
-        log.warning("worker.died", worker_id=managed.worker_id, code=code, restart_in_seconds=delay)
-        self.num_restarts += 1
+        if code == 0:
+            delay = max(delay, AFTER_DRAIN_SECONDS)
+        else:
+            self.num_restarts += 1
+        log.warning("worker.ended" if code == 0 else "worker.died", worker_id=managed.worker_id, code=code, restart_in_seconds=delay)
         managed.process, managed.start_after = None, time.monotonic() + delay
+
+    @property
+    def fenced(self) -> dict[str, int]:
+        """Workers whose work another instance took over, with the process ids that they had."""
+        return {name: managed.fenced_pid for name, managed in self._processes.items() if managed.fenced_pid is not None}
+
+    def revive(self, worker_id: str) -> None:
+        """Let `tend` start a fenced worker again."""
+        self._processes[worker_id].fenced_pid = None
 
     def kill(self, worker_id: str) -> None:
         """Kill a hung worker; `tend` starts it again. Its leases and partitions are free at once."""
@@ -170,4 +188,5 @@ def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
 
 def worker_environment() -> dict[str, str]:
     """Return the environment of workers: single-threaded numerics unless the user says otherwise, no hub look-ups."""
-    return {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", **os.environ, VARIABLE: str(os.getpid())}
+    defaults = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    return {**defaults, **os.environ, VARIABLE: str(os.getpid())}

@@ -62,7 +62,7 @@ def warm_start_model(config: RunConfig, *, output: Path | None = None, report: R
     Raises:
         ConfigError: The folder is missing and the run file has no `model.tiny`, or the data is unfit.
     """
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     target = output or config.model.path
     draft = target.with_name(target.name + ".draft")
     shutil.rmtree(draft, ignore_errors=True)

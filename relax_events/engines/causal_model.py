@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from transformers import DynamicCache, PreTrainedModel
 
 from relax_events.config import ModelConfig
 from relax_events.engines import attention
 from relax_events.engines.experts import ROW_BLOCK, use_padded_experts
 from relax_events.engines.kv_cache import RowCache
-from relax_events.errors import ConfigError, WeightsError
+from relax_events.errors import ConfigError
+from relax_events.models.causal_lm import choose_device, load_causal_lm, replace_weights
 
 
 class CausalModel:
@@ -29,7 +28,8 @@ class CausalModel:
             ConfigError: The folder is missing or holds no causal language model that this engine can serve.
         """
         self.device = choose_device(config.device)
-        self._module = _load(path, config=config, device=self.device)
+        implementation = attention.register() if config.attention == "sdpa" else config.attention
+        self._module = load_causal_lm(path, attention=implementation, dtype=getattr(torch, config.dtype), device=self.device)
         self._head: nn.Module = self._module.get_output_embeddings()
         self.vocab_size = len(self._module.get_input_embeddings().get_parameter("weight"))
         _require_full_attention(self._module, path)
@@ -76,18 +76,7 @@ class CausalModel:
         Raises:
             WeightsError: A tensor is missing, unknown or of another shape; the text names it.
         """
-        mine = dict(self._module.state_dict())
-        known = dict(self._module.named_parameters())
-        if unknown := sorted(tensors.keys() - mine.keys()):
-            raise WeightsError(f"the model has no tensor {unknown[0]} ({len(unknown)} unknown in all); publish weights of the model in model.path")
-        if missing := sorted(known.keys() - tensors.keys()):
-            raise WeightsError(f"the weights lack {missing[0]} ({len(missing)} missing in all); publish weights of the model in model.path")
-        for name, tensor in tensors.items():
-            if tensor.shape != mine[name].shape:
-                raise WeightsError(f"{name} must be {tuple(mine[name].shape)} as in the model, got {tuple(tensor.shape)}")
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                mine[name].copy_(tensor)
+        replace_weights(self._module, tensors)
 
     def rest(self) -> None:
         """Put the weights on the CPU and give the device's memory back."""
@@ -111,35 +100,6 @@ class CausalModel:
         whole = self._module(input_ids=ids, use_cache=False).logits
         if not torch.allclose(self._head(self._module.base_model(input_ids=ids, use_cache=False).last_hidden_state), whole, rtol=1e-3, atol=1e-3):
             raise ConfigError(f"the model in {path} makes its logits by more than a linear head (scaling, soft caps), which the engine does not do")
-
-
-def choose_device(name: str) -> torch.device:
-    """Turn `auto` into the GPU, or the CPU where there is none; take any other name as it is.
-
-    Raises:
-        ConfigError: torch knows no such device; the text names it.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"model.device = {name!r} is no device that torch knows ({error}); set model.device = 'auto'") from error
-
-
-def _load(path: Path, *, config: ModelConfig, device: torch.device) -> PreTrainedModel:
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"model.path = {path} holds no config.json; give a folder in Hugging Face layout, or have `relax models prepare` make one")
-    implementation = attention.register() if config.attention == "sdpa" else config.attention
-    transformers_logging.disable_progress_bar()  # a worker's stderr is its log
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, config.dtype), attn_implementation=implementation, local_files_only=True
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path = {path} can't be loaded as a causal language model: {error}") from error
-    loaded: PreTrainedModel = model.to(device).eval()
-    return loaded
 
 
 def _require_full_attention(module: PreTrainedModel, path: Path) -> None:

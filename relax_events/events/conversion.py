@@ -35,7 +35,7 @@ def _fields(cls: type) -> list[tuple[str, Any]]:
 
 def _optional(kind: Any) -> Any | None:
     """Return X for `X | None` (and Array for `Array | None`), else None."""
-    if not isinstance(kind, types.UnionType | typing._UnionGenericAlias):  # type: ignore[attr-defined]
+    if typing.get_origin(kind) not in (types.UnionType, typing.Union):
         return None
     arms = [arm for arm in typing.get_args(kind) if arm is not type(None)]
     if len(arms) == len(typing.get_args(kind)):
@@ -47,11 +47,19 @@ def _inner(kind: Any, make: Callable[[Any], Converter | None]) -> Converter | No
     """Build a converter for optionals, lists and maps from that of their content."""
     if (content := _optional(kind)) is not None:
         convert = make(content)
-        return convert and (lambda value: None if value is None else convert(value))
+        return convert and _unless_none(convert)
     if typing.get_origin(kind) is list:
         convert = make(typing.get_args(kind)[0])
-        return convert and (lambda values: [convert(value) for value in values])
+        return convert and _each(convert)
     return None
+
+
+def _unless_none(convert: Converter) -> Converter:
+    return lambda value: None if value is None else convert(value)
+
+
+def _each(convert: Converter) -> Converter:
+    return lambda values: [convert(value) for value in values]
 
 
 def _writer(kind: Any) -> Converter | None:

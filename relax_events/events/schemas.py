@@ -60,7 +60,8 @@ def schema_fingerprint(schema: Schema) -> bytes:
 
 def runtime_schema(schema: Schema) -> Schema:
     """Parse a schema for the codec: without logical types, since events hold times as integers."""
-    parsed: Schema = parse_schema(_without_logical_types(schema), named_schemas={})
+    parsed = parse_schema(_without_logical_types(schema), named_schemas={})
+    assert isinstance(parsed, dict)  # a record stays a record
     return parsed
 
 

@@ -27,6 +27,20 @@ def pack(array: Array) -> dict[str, Any]:
     return {"dtype": array.dtype.str, "shape": array.shape, "data": array.tobytes(), "reference": None}
 
 
+def dense(array: Array, *, what: str) -> NDArray[np.generic]:
+    """Return an array whose values are wanted; one that still lies in the object store is a mistake of the caller.
+
+    Args:
+        array: A field of an event.
+        what: Names the field, for the error.
+    Raises:
+        TypeError: The array was not fetched.
+    """
+    if isinstance(array, StoredArray):
+        raise TypeError(f"{what} still lies in the object store; fetch it with check_out first")
+    return array
+
+
 def unpack(record: dict[str, Any]) -> Array:
     """Return the array of a PackedTensor record, a read-only view on its bytes.
 

@@ -86,6 +86,10 @@ class StoredArray:
     shape: tuple[int, ...]
     reference: ObjectRef
 
+    def __len__(self) -> int:
+        """Return the length of the first axis, as numpy does; nothing is fetched."""
+        return self.shape[0]
+
 
 Array = NDArray[np.generic] | StoredArray
 

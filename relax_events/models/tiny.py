@@ -89,7 +89,7 @@ def _config(tokenizer: Qwen2Tokenizer, *, family: str, hidden_size: int, num_lay
 def _random_model(config: PreTrainedConfig, *, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     stops = [config.eos_token_id, config.pad_token_id]
-    model.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=config.pad_token_id)  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=config.pad_token_id)
     return model

@@ -37,7 +37,6 @@ class ControlFollower:
         self._closing = threading.Event()
         self._learnt: dict[tuple[str, int], int] = {}
         self.latest: PolicyVersionPublished | None = None
-        self.paused = False
         self._reader = LogReader(connection)
         events = [event for record in self._reader.read_to_end(self._places) if (event := self._take(record)) is not None]
         self.history: list[Event] = still_valid(events)
@@ -123,8 +122,6 @@ class ControlFollower:
         return True
 
     def _tell(self, event: Event) -> None:
-        if isinstance(event, RunCommanded) and event.command in (Command.PAUSE, Command.RESUME):
-            self.paused = event.command is Command.PAUSE
         for listener in self._listeners:
             try:
                 listener(event)
@@ -135,6 +132,6 @@ class ControlFollower:
 def still_valid(history: Sequence[Event]) -> list[Event]:
     """Leave out commands of the past that a later resume took back, so that a run that was taken up again stays up."""
     commands = [event for event in history if isinstance(event, RunCommanded)]
-    resumed = max((index for index, event in enumerate(commands) if event.command is Command.RESUME), default=0)
+    resumed = max((index for index, event in enumerate(commands) if event.command is Command.RESUME and event.role is None), default=0)
     outdated = {id(event) for event in commands[:resumed]}
     return [event for event in history if id(event) not in outdated]

@@ -41,10 +41,10 @@ class MapRole:
         worker = self._worker
         worker.follow(self._note_version, *self._listeners)
         while not worker.drain.requested:
-            records = [] if worker.control.paused else self._consumer.fetch(self._max_records, timeout_seconds=IDLE_SECONDS)
+            records = [] if worker.paused else self._consumer.fetch(self._max_records, timeout_seconds=IDLE_SECONDS)
             if records:
                 self._process(records)
-            elif worker.control.paused:
+            elif worker.paused:
                 worker.drain.wait(IDLE_SECONDS)
             self._skip_stale()
             worker.tick(working=bool(records))

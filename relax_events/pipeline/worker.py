@@ -16,11 +16,11 @@ from relax_events.broker.records import POLICY_VERSION_HEADER, OutRecord, Record
 from relax_events.config import RunConfig
 from relax_events.errors import CorruptRecord, ObjectError, RelaxError, SchemaError
 from relax_events.events.codec import EventCodec, UnknownFingerprint
-from relax_events.events.types import Command, Event, MetricsReported, Outcome, PromptGroupEnded, RunCommanded, WorkerBeat, WorkerState
+from relax_events.events.types import Command, Event, MetricsReported, Outcome, RunCommanded, WorkerBeat, WorkerState
 from relax_events.pipeline.beats import Beats
 from relax_events.pipeline.control import ControlFollower, Listener
 from relax_events.pipeline.drain import Drain
-from relax_events.policy import IssuedGroup, is_expired
+from relax_events.policy import end_of, is_expired
 from relax_events.telemetry.endpoint import WorkerEndpoint
 from relax_events.telemetry.logs import configure_logs
 from relax_events.telemetry.metrics import WorkerMetrics
@@ -46,6 +46,7 @@ class Worker(AbstractContextManager["Worker"]):
         self, role: str, config: RunConfig, *, claim_check: ClaimCheck, index: int = 0, follow: Sequence[str] = (), linger_ms: float | None = None
     ) -> None:
         self._claim_check = claim_check
+        self.paused = False
         self.role, self.config = role, config
         self.worker_id = f"{role}-{index}"
         configure_logs(config.telemetry, role=role, worker_id=self.worker_id, run_id=config.run.id)
@@ -95,20 +96,18 @@ class Worker(AbstractContextManager["Worker"]):
         partition = self.plan.partition(prompt_group_id, policy_version)
         return self.outbound(entity, event, key=prompt_group_id, partition=partition, policy_version=policy_version)
 
-    def tombstone(self, prompt_group_id: str, outcome: Outcome, reason: str, *, policy_version: int | None = None, mean_reward: float | None = None) -> OutRecord:
+    def tombstone(
+        self, prompt_group_id: str, outcome: Outcome, reason: str, *, policy_version: int | None = None, mean_reward: float | None = None
+    ) -> OutRecord:
         """Make the record that asks the trainer to end a prompt group untrained.
 
         It goes into the slot of the newest version, so that the trainer surely reads it; the trainer decides, since only
         it knows whether the prompt group has been trained meanwhile.
         """
-        group, version = IssuedGroup.parse(prompt_group_id), max(self.control.policy_version, 0)
-        ended = PromptGroupEnded(
-            prompt_group_id=prompt_group_id,
-            train_step=group.place.train_step,
-            group_index=group.place.group_index,
-            attempt=group.attempt,
-            row=group.row,
-            outcome=outcome,
+        version = max(self.control.policy_version, 0)
+        ended = end_of(
+            prompt_group_id,
+            outcome,
             reason=reason,
             policy_version=version if policy_version is None else policy_version,
             trainer_version=version,
@@ -170,6 +169,8 @@ class Worker(AbstractContextManager["Worker"]):
     def _obey(self, event: Event) -> None:
         if not isinstance(event, RunCommanded) or (event.role or self.role) != self.role or (event.worker_id or self.worker_id) != self.worker_id:
             return
+        if event.command in (Command.PAUSE, Command.RESUME):
+            self.paused = event.command is Command.PAUSE
         fresh = event.worker_id is None or event.commanded_at > self.beats.started_at
         if event.command in (Command.STOP, Command.DRAIN, Command.RESTART) and fresh:
             log.info("worker.commanded", command=event.command, reason=event.reason)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from relax_events.errors import CorruptRecord
-from relax_events.events.types import Outcome
+from relax_events.events.types import Outcome, PromptGroupEnded
 
 ID_PATTERN = re.compile("([0-9]{6,12})-([0-9]{4,12})-([0-9]{1,12})")
 
@@ -45,6 +45,29 @@ class IssuedGroup:
         if group is None or group.prompt_group_id != prompt_group_id:
             raise CorruptRecord(f"{prompt_group_id[:64]!r} is no prompt group id; they look like 000012-0003-0")
         return group
+
+
+def end_of(
+    prompt_group_id: str, outcome: Outcome, *, policy_version: int, trainer_version: int, reason: str = "", mean_reward: float | None = None
+) -> PromptGroupEnded:
+    """Return the end of a prompt group whose id is all that is left of it: its row comes out as -1.
+
+    Raises:
+        CorruptRecord: The text is no prompt group id.
+    """
+    group = IssuedGroup.parse(prompt_group_id)
+    return PromptGroupEnded(
+        prompt_group_id=prompt_group_id,
+        train_step=group.place.train_step,
+        group_index=group.place.group_index,
+        attempt=group.attempt,
+        row=group.row,
+        outcome=outcome,
+        reason=reason,
+        policy_version=policy_version,
+        trainer_version=trainer_version,
+        mean_reward=mean_reward,
+    )
 
 
 def admitted_steps(published_version: int, *, max_staleness: int, num_steps: int) -> range:

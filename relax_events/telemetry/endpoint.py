@@ -41,7 +41,8 @@ class WorkerEndpoint:
         try:
             self._server = ThreadingHTTPServer((config.metrics_host, config.metrics_port), Handler)
         except OSError as error:
-            raise EnvironmentProblem(f"can't serve metrics on {config.metrics_host}:{config.metrics_port}: {error.strerror}; set telemetry.metrics_port") from None
+            address = f"{config.metrics_host}:{config.metrics_port}"
+            raise EnvironmentProblem(f"can't serve metrics on {address}: {error.strerror}; set telemetry.metrics_port") from None
         self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()

@@ -14,7 +14,9 @@ class WorkerMetrics:
         self.registry = CollectorRegistry()
         self._role = role
         self._processed = Counter("relax_records_processed_total", "Records that a worker finished.", ["role"], registry=self.registry)
-        self._expired = Counter("relax_records_expired_total", "Records skipped because their version left the window.", ["role"], registry=self.registry)
+        self._expired = Counter(
+            "relax_records_expired_total", "Records skipped because their version left the window.", ["role"], registry=self.registry
+        )
         self._letters = Counter("relax_dead_letters_total", "Records written to a dead-letter topic.", ["role", "reason"], registry=self.registry)
         self._ended = Counter("relax_prompt_groups_ended_total", "Prompt groups by how they ended.", ["outcome"], registry=self.registry)
         self._duration = Histogram(

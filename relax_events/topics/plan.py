@@ -94,7 +94,8 @@ class TopicPlan:
     def specs(self) -> list[TopicSpec]:
         """Return every topic of the run."""
         queue = {"prompt.groups": "PromptGroupIssued: the rollout workers' queue"}
-        letters = {f"{role}.dead-letters": f"records that {role} could not use, untouched, with the error in their headers" for role in DEAD_LETTER_ROLES}
+        rest = "could not use, untouched, with the error in their headers"
+        letters = {f"{role}.dead-letters": f"records that {role} {rest}" for role in DEAD_LETTER_ROLES}
         return [
             *self._specs(queue, self.queue_partitions),
             *self._specs(SAMPLE_TOPICS, self.num_sample_partitions, {"compression.type": self.compression.replace("none", "uncompressed")}),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from relax_events.broker.records import Record
 from relax_events.events.types import Outcome, PromptGroupEnded, SampleReady, TopicOffset
-from relax_events.policy import IssuedGroup, ReadyGroup, is_expired
+from relax_events.policy import IssuedGroup, ReadyGroup, end_of, is_expired
 
 Key = tuple[str, int]
 ID_WINDOW = 100_000
@@ -87,7 +87,7 @@ class GroupAssembler:
             self._end(event)
         elif event.max_policy_version > trainer_version:
             reason = f"version {event.max_policy_version} lies ahead of the trainer's version {trainer_version}"
-            self._end(self._end_of(group_id, Outcome.FAILED, reason, event.policy_version, trainer_version))
+            self._end(end_of(group_id, Outcome.FAILED, reason=reason, policy_version=event.policy_version, trainer_version=trainer_version))
         elif is_expired(event.policy_version, trainer_version=trainer_version, max_staleness=self._max_staleness):
             self._expire(group_id, event.policy_version, trainer_version)
         else:
@@ -98,7 +98,7 @@ class GroupAssembler:
         self._positions[record.partition] = record.offset + 1
         if record.key and not self._is_settled(record.key):
             version = trainer_version if record.policy_version is None else record.policy_version
-            self._end(self._end_of(record.key, Outcome.FAILED, reason, version, trainer_version))
+            self._end(end_of(record.key, Outcome.FAILED, reason=reason, policy_version=version, trainer_version=trainer_version))
 
     def skip(self, record: Record) -> None:
         """Pass over a record that is nobody's."""
@@ -106,7 +106,7 @@ class GroupAssembler:
 
     def fail(self, group_id: str, reason: str, *, policy_version: int, trainer_version: int) -> None:
         """End a prompt group that turned out to be untrainable."""
-        self._end(self._end_of(group_id, Outcome.FAILED, reason, policy_version, trainer_version))
+        self._end(end_of(group_id, Outcome.FAILED, reason=reason, policy_version=policy_version, trainer_version=trainer_version))
 
     def _is_settled(self, group_id: str) -> bool:
         """Tell whether nothing can change any more: what the step at hand has taken will be trained, whatever still arrives."""
@@ -133,21 +133,7 @@ class GroupAssembler:
         if any(other == group_id for other, _ in self._parts):
             return
         reason = f"version {version} left the window of version {trainer_version}"
-        self._end(self._end_of(group_id, Outcome.EXPIRED, reason, version, trainer_version))
-
-    def _end_of(self, group_id: str, outcome: Outcome, reason: str, version: int, trainer_version: int) -> PromptGroupEnded:
-        group = IssuedGroup.parse(group_id)
-        return PromptGroupEnded(
-            prompt_group_id=group_id,
-            train_step=group.place.train_step,
-            group_index=group.place.group_index,
-            attempt=group.attempt,
-            row=group.row,
-            outcome=outcome,
-            reason=reason,
-            policy_version=version,
-            trainer_version=trainer_version,
-        )
+        self._end(end_of(group_id, Outcome.EXPIRED, reason=reason, policy_version=version, trainer_version=trainer_version))
 
     def _end(self, ended: PromptGroupEnded) -> None:
         self._ended[ended.prompt_group_id] = ended

@@ -22,7 +22,7 @@ from relax_events.events.types import (
 )
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.worker import Worker
-from relax_events.policy import IssuedGroup
+from relax_events.policy import end_of
 from relax_events.training.history import TrainingHistory
 from relax_events.training.step_record import StepLayout, StepShare
 
@@ -141,18 +141,8 @@ def trained_outcomes(shares: Sequence[StepShare], train_step: int) -> list[Promp
     ended = []
     for share in shares:
         for group_id in share.prompt_group_ids:
-            group = IssuedGroup.parse(group_id)
+            mean_reward = sum(rewards[group_id]) / len(rewards[group_id])
             ended.append(
-                PromptGroupEnded(
-                    prompt_group_id=group_id,
-                    train_step=group.place.train_step,
-                    group_index=group.place.group_index,
-                    attempt=group.attempt,
-                    row=group.row,
-                    outcome=Outcome.TRAINED,
-                    policy_version=versions[group_id],
-                    trainer_version=train_step,
-                    mean_reward=sum(rewards[group_id]) / len(rewards[group_id]),
-                )
+                end_of(group_id, Outcome.TRAINED, policy_version=versions[group_id], trainer_version=train_step, mean_reward=mean_reward)
             )
     return ended

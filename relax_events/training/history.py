@@ -62,7 +62,7 @@ class TrainingHistory:
     def take_checkpoint(self, extra: Mapping[str, Any]) -> None:
         """Take over a checkpoint's offsets and id window: they hold even where the control log was cut off or is behind."""
         self.ended_group_ids |= set(extra["id_window"])
-        self.checkpoint_positions = {partition: offset for partition, offset in extra["consumed"]}
+        self.checkpoint_positions = dict(extra["consumed"])
 
     def positions(self) -> dict[int, int]:
         """Where reading advantage.samples goes on, by partition: below it everything was decided."""

@@ -15,7 +15,8 @@ from jaxtyping import Float32, Int64
 from numpy.typing import NDArray
 
 from relax_events.errors import PoisonSample
-from relax_events.events.types import Array, SampleReady, StoredArray
+from relax_events.events.tensors import dense
+from relax_events.events.types import Array, SampleReady
 
 
 class TokenSequence(Protocol):
@@ -218,7 +219,4 @@ def _values_like_mask(sample: SampleReady, field: str) -> NDArray[np.generic]:
 
 def plain(sample: TokenSequence, field: str) -> NDArray[np.generic]:
     """Return an array field; one that still lies in the object store is a mistake of the caller."""
-    array: Array = getattr(sample, field)
-    if isinstance(array, StoredArray):
-        raise TypeError(f"sample {sample.sample_id}: {field} still lies in the object store; fetch it with check_out first")
-    return array
+    return dense(getattr(sample, field), what=f"sample {sample.sample_id}: {field}")

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from relax_events.config import ModelConfig
-from relax_events.errors import ConfigError, WeightsError
+from relax_events.errors import ConfigError
+from relax_events.models.causal_lm import load_causal_lm, replace_weights
 from relax_events.training.packing import PackedBatch
 
 HEAD_ROWS = 8  # below eight rows the CPU's matrix product sums in another order, and a token's bits would depend on its company
@@ -31,20 +29,6 @@ class TokenLogprobs:
 
     logprobs: Float[Tensor, " loss_tokens"]
     entropies: Float[Tensor, " loss_tokens"]
-
-
-def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
-    """Turn `auto` into this rank's GPU, or the CPU where there is none; take any other name as it is.
-
-    Raises:
-        ConfigError: torch knows no such device; the text names it.
-    """
-    if name == "auto":
-        return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"model.device = {name!r} is no device that torch knows ({error}); set model.device = 'auto'") from error
 
 
 class PolicyModel:
@@ -66,7 +50,7 @@ class PolicyModel:
         """
         self.device = device
         self.dtype = dtype or getattr(torch, config.dtype)
-        self.module = _load(path, attention=config.attention, dtype=self.dtype, device=device)
+        self.module = load_causal_lm(path, attention=config.attention, dtype=self.dtype, device=device)
         self.vocab_size = len(self.module.get_input_embeddings().get_parameter("weight"))
         self._head: nn.Module = self.module.get_output_embeddings()
         self._require_linear_head(path)
@@ -117,18 +101,7 @@ class PolicyModel:
         Raises:
             WeightsError: A tensor is missing, unknown or of another shape; the text names it.
         """
-        mine = dict(self.module.state_dict())
-        known = dict(self.module.named_parameters())
-        if unknown := sorted(tensors.keys() - mine.keys()):
-            raise WeightsError(f"the model has no tensor {unknown[0]} ({len(unknown)} unknown in all); are these the weights of another model?")
-        if missing := sorted(known.keys() - tensors.keys()):
-            raise WeightsError(f"the weights lack {missing[0]} ({len(missing)} missing in all); are these the weights of another model?")
-        for name, tensor in tensors.items():
-            if tensor.shape != mine[name].shape:
-                raise WeightsError(f"{name} is {tuple(tensor.shape)} in the weights and {tuple(mine[name].shape)} in the model")
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                mine[name].copy_(tensor)
+        replace_weights(self.module, tensors)
 
     @torch.no_grad()
     def _require_linear_head(self, path: Path) -> None:
@@ -150,17 +123,3 @@ class PolicyModel:
         position_ids = torch.tensor([positions], device=self.device)
         ids = torch.arange(len(positions), 0, -1, device=self.device)[None] % self.vocab_size
         return ids, position_ids
-
-
-def _load(path: Path, *, attention: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    if not (path / "config.json").is_file():
-        raise ConfigError(
-            f"model.path = {path} holds no config.json; give a folder in Hugging Face layout, or make a tiny one with `relax models make-tiny {path}`"
-        )
-    transformers_logging.disable_progress_bar()  # a worker's stderr is its log
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path = {path} can't be loaded as a causal language model: {error}") from error
-    loaded: PreTrainedModel = model.to(device).eval()
-    return loaded

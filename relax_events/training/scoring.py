@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from relax_events.config import ModelConfig
+from relax_events.models.causal_lm import choose_device
 from relax_events.training.packing import TokenSequence, pack, pack_order, padded_length, plain
-from relax_events.training.policy_model import PolicyModel, choose_device
+from relax_events.training.policy_model import PolicyModel
 from relax_events.training.torch_backend import make_deterministic
 
 if TYPE_CHECKING:

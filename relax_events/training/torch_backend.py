@@ -13,9 +13,10 @@ from relax_events.algorithms.losses import Surrogate, clipped_surrogate, kl_esti
 from relax_events.config import RunConfig
 from relax_events.errors import RunFailed
 from relax_events.events.types import SampleReady
+from relax_events.models.causal_lm import choose_device
 from relax_events.training.flat_parameters import FlatParameters
 from relax_events.training.packing import PackedBatch, loss_values, pack
-from relax_events.training.policy_model import PolicyModel, choose_device
+from relax_events.training.policy_model import PolicyModel
 from relax_events.training.protocol import StepFigures, TrainerState
 from relax_events.training.ranks import Ranks
 from relax_events.training.step_sums import MicroBatchSums, Totals, gather_totals, sum_micro_batch

@@ -111,15 +111,15 @@ def test_follower_goes_on_when_a_control_record_is_corrupt(
     follower.close()
 
 
-def test_follower_pauses_and_resumes_on_command(connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None]) -> None:
-    follower = ControlFollower(connection, plan, EventCodec())
-    inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    follower.start(inbox.put)
+def test_worker_pauses_and_resumes_when_it_is_meant(worker: Worker, tell: Callable[[str, Event], None]) -> None:
+    worker.follow()
     for command, expected in ((Command.PAUSE, True), (Command.RESUME, False)):
         tell("control.commands", RunCommanded(command=command, reason="of a test"))
-        next_of(inbox, 1)
-        assert follower.paused is expected
-    follower.close()
+        turn_until(lambda expected=expected: worker.paused is expected)
+    tell("control.commands", RunCommanded(command=Command.PAUSE, role="trainer", reason="another role"))
+    tell("control.commands", RunCommanded(command=Command.DRAIN, reason="read after the pause"))
+    assert worker.drain.wait(TIMEOUT_SECONDS)
+    assert not worker.paused
 
 
 def test_worker_publishes_its_schemas_and_beats(worker: Worker, connection: Connection, plan: TopicPlan) -> None:
@@ -142,7 +142,7 @@ def test_worker_drains_when_it_is_meant(worker: Worker, tell: Callable[[str, Eve
         RunCommanded(command=Command.PAUSE, reason="no drain"),
     ):
         tell("control.commands", other)
-    turn_until(lambda: worker.control.paused)
+    turn_until(lambda: worker.paused)
     assert not worker.drain.requested
     tell("control.commands", RunCommanded(command=Command.RESTART, role="reward", worker_id="reward-3", reason="hung"))
     assert worker.drain.wait(TIMEOUT_SECONDS)

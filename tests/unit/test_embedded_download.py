@@ -1,7 +1,6 @@
 """Fetching jars from a repository that is a folder or a small HTTP server of this test."""
 
 import hashlib
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -40,10 +39,13 @@ class Handler(BaseHTTPRequestHandler):
         path = self.path.lstrip("/")
         self.server.paths.append(path)
         if self.server.failures:
-            return self.send_error(self.server.failures.pop())
-        if path not in self.server.contents:
-            return self.send_error(404)
-        content = self.server.contents[path]
+            self.send_error(self.server.failures.pop())
+        elif path not in self.server.contents:
+            self.send_error(404)
+        else:
+            self._send(self.server.contents[path])
+
+    def _send(self, content: bytes) -> None:
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -52,7 +54,7 @@ class Handler(BaseHTTPRequestHandler):
             content = content[: len(content) // 2]
         self.wfile.write(content)
 
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 the base class names it so
         """Keep the test's stderr for what the code under test prints."""
 
 
@@ -73,7 +75,7 @@ def test_ensure_jars_fetches_all_in_class_path_order_when_cache_is_empty(reposit
     assert [path.name for path in paths] == [jar.name for jar in LOCK.jars]
     assert [path.read_bytes() for path in paths] == list(CONTENTS.values())
     assert sorted(repository.paths) == sorted(CONTENTS)
-    assert sorted(os.listdir(tmp_path / "cache")) == sorted(jar.name for jar in LOCK.jars)
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == sorted(jar.name for jar in LOCK.jars)
 
 
 def test_ensure_jars_asks_nobody_when_cache_is_whole(repository: Repository, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_start_gives_the_last_log_lines_when_the_broker_dies(java: Callable[[str
 
 def test_start_says_disk_full_when_the_broker_dies_of_it(java: Callable[[str], None], tmp_path: Path) -> None:
     java("echo 'java.io.IOException: No space left on device'; exit 1")
-    with pytest.raises(EnvironmentProblem, match="the disk under .*node is full"):
+    with pytest.raises(EnvironmentProblem, match=r"the disk under .*node is full"):
         EmbeddedBroker(tmp_path / "node").start(timeout_seconds=20)
 
 
@@ -128,7 +128,7 @@ def test_start_never_takes_a_recycled_pid_for_its_broker(java: Callable[[str], N
 
 def test_bootstrap_servers_say_what_to_do_when_nothing_was_started(tmp_path: Path) -> None:
     broker = EmbeddedBroker(tmp_path / "node")
-    with pytest.raises(BrokerUnavailable, match="no broker was ever started in .*; start one with `relax broker start`"):
+    with pytest.raises(BrokerUnavailable, match=r"no broker was ever started in .*; start one with `relax broker start`"):
         _ = broker.bootstrap_servers
     assert isinstance(broker.died_error(), BrokerUnavailable)
 

@@ -34,7 +34,7 @@ def test_choose_port_avoids_taken_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_choose_port_gives_up_when_nothing_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "is_free", lambda port: False)
-    with pytest.raises(EnvironmentProblem, match="no free port on 127.0.0.1 between 20000 and 31999 after 200 attempts"):
+    with pytest.raises(EnvironmentProblem, match=r"no free port on 127\.0\.0\.1 between 20000 and 31999 after 200 attempts"):
         choose_port()
 
 

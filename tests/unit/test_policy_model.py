@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from relax_events.errors import ConfigError, WeightsError
+from relax_events.models.causal_lm import choose_device
 from relax_events.models.tiny import make_tiny
 from relax_events.training import policy_model
 from relax_events.training.packing import pack
-from relax_events.training.policy_model import PolicyModel, choose_device
+from relax_events.training.policy_model import PolicyModel
 from tests.unit.trainer_samples import changed, make_samples, plain_logprobs, plain_model, run_config, tiny_model
 
 CPU = torch.device("cpu")
@@ -83,7 +84,7 @@ def test_model_is_refused_when_its_logits_are_more_than_a_head(monkeypatch):
         def forward(self, hidden):
             return 2 * self.inner(hidden)
 
-    original = policy_model._load
+    original = policy_model.load_causal_lm
 
     def scaled(path, **options):
         module = original(path, **options)
@@ -91,7 +92,7 @@ def test_model_is_refused_when_its_logits_are_more_than_a_head(monkeypatch):
         monkeypatch.setattr(type(module), "get_output_embeddings", lambda self: Doubling(head))
         return module
 
-    monkeypatch.setattr(policy_model, "_load", scaled)
+    monkeypatch.setattr(policy_model, "load_causal_lm", scaled)
     with pytest.raises(ConfigError, match="makes its logits by more than a linear head"):
         load()
 

@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from event_samples import rolled_out
 
 from relax_events.config import RunConfig
 from relax_events.control.ledger import Ledger
@@ -16,14 +16,11 @@ from relax_events.control.report import build_report, config_digest, write_repor
 from relax_events.control.report_page import duration, report_page
 from relax_events.control.run_state import RunState
 from relax_events.events.types import (
-    FinishReason,
     ObjectRef,
     Outcome,
     PolicyVersionPublished,
     PromptGroupEnded,
     PromptGroupIssued,
-    SampleRolledOut,
-    VersionSegment,
 )
 from tests.unit.run_events import run_config, train_step
 
@@ -45,32 +42,6 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.words.append(data)
-
-
-def rolled_out(group: str, index: int) -> SampleRolledOut:
-    nothing = np.zeros(0, np.float32)
-    return SampleRolledOut(
-        sample_id=f"{group}/{index}",
-        prompt_group_id=group,
-        sample_index=index,
-        samples_per_prompt=2,
-        train_step=0,
-        group_index=0,
-        attempt=0,
-        row=0,
-        policy_version=0,
-        min_policy_version=0,
-        max_policy_version=0,
-        version_segments=[VersionSegment(0, 1)],
-        tokens=nothing,
-        loss_mask=nothing,
-        rollout_logprobs=nothing,
-        num_prompt_tokens=1,
-        temperature=1.0,
-        finish_reason=FinishReason.STOP,
-        completion="",
-        messages=[],
-    )
 
 
 def issued(group: str) -> PromptGroupIssued:

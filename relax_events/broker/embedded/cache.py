@@ -12,5 +12,5 @@ def cache_directory(lock: Lock) -> Path:
     Source: XDG Base Directory Specification, `XDG_CACHE_HOME`; a relative value there is to be ignored.
     """
     configured = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
+    base = Path(configured) if Path(configured).is_absolute() else Path.home() / ".cache"
     return base / "relax-events" / f"kafka-{lock.kafka_version}"

@@ -88,7 +88,7 @@ def _is_whole(path: Path, jar: Jar) -> bool:
 def _fetch(jar: Jar, address: str, directory: Path, advance: Callable[[int], None]) -> None:
     for attempt in range(1, _NUM_ATTEMPTS + 1):
         try:
-            return _fetch_once(jar, address, directory, advance)
+            _fetch_once(jar, address, directory, advance)
         except (OSError, HTTPException) as error:
             permanent = False
             if isinstance(error, urllib.error.HTTPError):
@@ -97,6 +97,8 @@ def _fetch(jar: Jar, address: str, directory: Path, advance: Callable[[int], Non
             if permanent or attempt == _NUM_ATTEMPTS:
                 raise _fetch_problem(jar, address, directory, error) from error
             time.sleep(attempt)
+        else:
+            return
 
 
 def _fetch_once(jar: Jar, address: str, directory: Path, advance: Callable[[int], None]) -> None:
@@ -104,7 +106,8 @@ def _fetch_once(jar: Jar, address: str, directory: Path, advance: Callable[[int]
     received_bytes = 0
     digest = hashlib.sha256()
     try:
-        with open(descriptor, "wb") as file, urllib.request.urlopen(f"{address}/{jar.path}", timeout=_TIMEOUT_SECONDS) as answer:
+        source = f"{address}/{jar.path}"
+        with open(descriptor, "wb") as file, urllib.request.urlopen(source, timeout=_TIMEOUT_SECONDS) as answer:  # noqa: S310 a file:// copy is fine
             while received_bytes <= jar.size_bytes and (chunk := answer.read(_CHUNK_BYTES)):
                 file.write(chunk)
                 digest.update(chunk)

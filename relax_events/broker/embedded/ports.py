@@ -20,7 +20,7 @@ def choose_port(*, taken: frozenset[int] = frozenset()) -> int:
         EnvironmentProblem: None of 200 ports tried was free.
     """
     for _ in range(_NUM_ATTEMPTS):
-        port = random.randint(_FIRST_PORT, _LAST_PORT)
+        port = random.randint(_FIRST_PORT, _LAST_PORT)  # noqa: S311 a port is no secret
         if port not in taken and is_free(port):
             return port
     raise EnvironmentProblem(f"no free port on {HOST} between {_FIRST_PORT} and {_LAST_PORT} after {_NUM_ATTEMPTS} attempts; close some servers")

@@ -1,0 +1,24 @@
+"""The commands of `relax`, and its `--help`, without the parser: loading that alone would take most of a third of a second."""
+
+from __future__ import annotations
+
+SUMMARY = "Reinforcement-learning post-training as an event-driven pipeline on Kafka."
+EXAMPLE = "Example: relax run configs/quickstart.toml"
+COMMANDS = {
+    "run": ("relax_events.cli.run:run", "Run everything on this machine, show progress, and end by itself."),
+    "doctor": ("relax_events.cli.run:doctor", "Check all that a run needs without starting it."),
+    "worker": ("relax_events.cli.run:worker", "Run one worker of a role: what a container, a unit file or a shell starts."),
+    "topics": ("relax_events.cli.topics:app", "Plan, apply and look at a run's topics: plan, apply, describe, lag."),
+    "ledger": ("relax_events.cli.ledger:app", "Prove from the log that nothing was lost or trained twice: check."),
+    "models": ("relax_events.cli.models:app", "Make small models for trying things out: prepare, warm-start, make-tiny."),
+    "broker": ("relax_events.cli.broker:app", "Run a real Kafka broker on this machine: start, stop, status, logs."),
+}
+HELP_FLAGS = ("--help", "-h")
+
+
+def help_text() -> str:
+    """Return what `relax --help` prints."""
+    width = max(map(len, COMMANDS)) + 2
+    commands = "\n".join(f"  {name:<{width}}{text}" for name, (_, text) in COMMANDS.items())
+    more = "relax COMMAND --help tells more; relax --version tells the version."
+    return "\n\n".join(["Usage: relax COMMAND", SUMMARY, EXAMPLE, f"Commands:\n{commands}", more])

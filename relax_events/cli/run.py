@@ -1,0 +1,65 @@
+"""`relax run`, `relax worker`, `relax doctor`: what a person, a container and a cautious person start with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def run(config: Path, *overrides: str) -> None:
+    """Run everything on this machine, show progress, and end by itself: exit code 0 means that the goal was reached.
+
+    Example: relax run configs/quickstart.toml run.seed=1
+
+    Args:
+        config: The run file, TOML.
+        overrides: section.key=value, laid over the run file.
+    """
+    from relax_events.config import load_run_config
+    from relax_events.control.preparation import prepare_run
+    from relax_events.control.run import RunSession
+
+    settings = load_run_config(config, overrides)
+    prepare_run(settings)
+    report = RunSession(settings).run()
+    rewards = f"reward {report['reward_first']:.3f} -> {report['reward_last']:.3f}"
+    print(f"{rewards} in {report['steps']} steps, {report['wall_seconds']:.0f} s; report: {settings.run_directory / 'report.html'}")
+
+
+def worker(role: str, config: Path, *overrides: str, index: int = 0) -> None:
+    """Run one worker of a role: what a container, a unit file or a shell starts.
+
+    Example: relax worker rollout configs/quickstart.toml --index 1
+
+    Args:
+        role: prompter, rollout, reward, reference, actor-forward, advantage, trainer, controller or metrics.
+        config: The run file, TOML.
+        overrides: section.key=value, laid over the run file.
+        index: Tells workers of one role apart.
+    """
+    from relax_events.cli.roles import load_role
+    from relax_events.config import load_run_config
+    from relax_events.control.address import attach
+    from relax_events.control.orphans import end_with_supervisor
+
+    settings = load_run_config(config, overrides)
+    start = load_role(role)
+    end_with_supervisor(drain_seconds=settings.workers.drain_seconds)
+    start(attach(settings), index=index)
+
+
+def doctor(config: Path, *overrides: str) -> int:
+    """Check all that a run needs without starting it; exit code 6 when something is missing.
+
+    Example: relax doctor configs/quickstart.toml
+
+    Args:
+        config: The run file, TOML.
+        overrides: section.key=value, laid over the run file.
+    """
+    from relax_events.config import load_run_config
+    from relax_events.control.doctor import examine
+
+    findings = examine(load_run_config(config, overrides))
+    for finding in findings:
+        print(f"{'ok ' if finding.is_good else 'NO '} {finding.what}: {finding.text}")
+    return 0 if all(finding.is_good for finding in findings) else 6

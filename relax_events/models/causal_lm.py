@@ -1,0 +1,70 @@
+"""Loads a causal language model, and puts other weights into one: what engine, trainer and scorers have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from relax_events.errors import ConfigError, WeightsError
+
+
+def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
+    """Turn `auto` into this rank's GPU, or the CPU where there is none; take any other name as it is.
+
+    Raises:
+        ConfigError: torch knows no such device; the text names it.
+    """
+    if name == "auto":
+        return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"model.device = {name!r} is no device that torch knows ({error}); set model.device = 'auto'") from error
+
+
+def load_causal_lm(path: Path, *, attention: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Load a model for use, not for training mode; nothing is fetched.
+
+    Args:
+        path: A folder in Hugging Face layout.
+        attention: Name of an attention implementation that transformers knows.
+        dtype: Of the weights.
+        device: Where they go.
+    Raises:
+        ConfigError: The folder is missing or holds no causal language model.
+    """
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model.path = {path} holds no config.json; give a folder in Hugging Face layout, or have `relax models prepare` make one")
+    transformers_logging.disable_progress_bar()  # a worker's stderr is its log
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path = {path} can't be loaded as a causal language model: {error}") from error
+    loaded: PreTrainedModel = model.to(device).eval()
+    return loaded
+
+
+def replace_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put other weights of the same model into it, by Hugging Face names; on an error the old ones stay, all of them.
+
+    Raises:
+        WeightsError: A tensor is missing, unknown or of another shape; the text names it.
+    """
+    mine = dict(module.state_dict())
+    known = dict(module.named_parameters())
+    if unknown := sorted(tensors.keys() - mine.keys()):
+        raise WeightsError(f"the model has no tensor {unknown[0]} ({len(unknown)} unknown in all); publish weights of the model in model.path")
+    if missing := sorted(known.keys() - tensors.keys()):
+        raise WeightsError(f"the weights lack {missing[0]} ({len(missing)} missing in all); publish weights of the model in model.path")
+    for name, tensor in tensors.items():
+        if tensor.shape != mine[name].shape:
+            raise WeightsError(f"{name} must be {tuple(mine[name].shape)} as in the model, got {tuple(tensor.shape)}")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            mine[name].copy_(tensor)

@@ -1,0 +1,90 @@
+"""What a run file asks of the machine: each lack is named with its remedy, and nothing is loaded to find it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from relax_events.config import RunConfig
+from relax_events.control.requirements import require_metrics_ports, require_model, require_roles
+from relax_events.errors import ConfigError, EnvironmentProblem
+
+MakeRunConfig = Callable[..., RunConfig]
+SEVEN_ROLES = "controller x 1, metrics x 1, prompter x 1, rollout x 1, reward x 1, advantage x 1, trainer x 1"
+
+
+def whole_model(folder: Path) -> Path:
+    """Make a folder that looks like a checkpoint."""
+    folder.mkdir()
+    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
+        (folder / name).touch()
+    return folder
+
+
+def test_roles_are_counted_when_all_are_installed(make_run_config: MakeRunConfig) -> None:
+    assert require_roles(make_run_config()) == SEVEN_ROLES
+    both = make_run_config(algorithm={"kl_coefficient": 0.1, "old_logprobs": "actor"}, workers={"rollout": 3, "reference": 2})
+    assert "rollout x 3" in require_roles(both)
+    assert "reference x 2, actor-forward x 1" in require_roles(both)
+
+
+def test_engine_or_backend_that_is_not_installed_is_named_with_its_key(make_run_config: MakeRunConfig) -> None:
+    with pytest.raises(ConfigError, match=r"^engine.name = 'vroom' is not installed; installed are .*transformers"):
+        require_roles(make_run_config(engine={"name": "vroom"}))
+    with pytest.raises(ConfigError, match=r"^trainer.backend = 'abacus' is not installed; installed are .*torch"):
+        require_roles(make_run_config(trainer={"backend": "abacus"}))
+
+
+def test_model_is_complete_or_will_be_made(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
+    assert require_model(make_run_config(model={"tiny": {}})) == f"{tmp_path / 'model'} will be made by the run"
+    whole_model(tmp_path / "model")
+    assert require_model(make_run_config()) == f"{tmp_path / 'model'} is complete"
+
+
+def test_model_that_is_missing_asks_for_a_folder_or_a_recipe(make_run_config: MakeRunConfig) -> None:
+    with pytest.raises(ConfigError, match=r"model does not exist; give the folder of a checkpoint, or a \[model.tiny\] section"):
+        require_model(make_run_config())
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "model.safetensors"])
+def test_model_folder_that_lacks_a_file_is_refused_with_its_name(make_run_config: MakeRunConfig, tmp_path: Path, name: str) -> None:
+    (whole_model(tmp_path / "model") / name).unlink()
+    with pytest.raises(ConfigError, match=f"model has no {name.replace('model.', '[*].')}; "):
+        require_model(make_run_config(model={"tiny": {}}))
+
+
+def test_package_that_is_missing_is_named(make_run_config: MakeRunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relax_events.control.requirements.MODEL_PACKAGES", ("a_package_that_is_not_there",))
+    with pytest.raises(EnvironmentProblem, match=r"a_package_that_is_not_there is not installed; install relax-events\[model\]"):
+        require_model(make_run_config())
+
+
+def test_metrics_take_free_ports_unless_told(make_run_config: MakeRunConfig) -> None:
+    assert require_metrics_ports(make_run_config()) == "127.0.0.1, free ports"
+
+
+def test_metrics_need_a_port_for_every_worker_and_rank(make_run_config: MakeRunConfig) -> None:
+    first = 65_535 - 8  # seven workers and two more ranks take 9 ports
+    sections = {"trainer": {"ranks": 3}, "broker": {"shards": 3}}
+    assert require_metrics_ports(make_run_config(telemetry={"metrics_port": first}, **sections)) == f"127.0.0.1, ports {first} to 65535"
+    with pytest.raises(ConfigError, match=rf"would serve on 65536; set it to {first} or less"):
+        require_metrics_ports(make_run_config(telemetry={"metrics_port": first + 1}, **sections))
+
+
+def test_port_that_is_taken_is_named(make_run_config: MakeRunConfig) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            EnvironmentProblem, match=rf"can't serve metrics on 127.0.0.1:{port}: Address already in use; set telemetry.metrics_port = 0"
+        ):
+            require_metrics_ports(make_run_config(telemetry={"metrics_port": port - 3}))
+
+
+def test_address_of_another_machine_is_refused(make_run_config: MakeRunConfig) -> None:
+    with pytest.raises(EnvironmentProblem, match=r"can't serve metrics on 192.0.2.1:0: .*; set telemetry.metrics_host"):
+        require_metrics_ports(make_run_config(telemetry={"metrics_host": "192.0.2.1"}))
