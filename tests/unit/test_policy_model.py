@@ -98,7 +98,7 @@ def test_model_is_refused_when_its_logits_are_more_than_a_head(monkeypatch):
 
 
 def test_model_names_the_folder_when_it_is_missing():
-    with pytest.raises(ConfigError, match=r"model.path = /nowhere holds no config.json; .*relax models make-tiny"):
+    with pytest.raises(ConfigError, match=r"model.path = /nowhere holds no config.json; .*relax models prepare"):
         load(path=Path("/nowhere"))
 
 
@@ -123,7 +123,7 @@ def test_replace_weights_gives_the_other_models_logprobs(tmp_path):
         (lambda tensors: tensors.update(extra=torch.zeros(1)), "the model has no tensor extra"),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)}),
-            r"model.norm.weight is \(3,\) in the weights and \(32,\) in the model",
+            r"model.norm.weight must be \(32,\) as in the model, got \(3,\)",
         ),
     ],
 )
