@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 UV := $(BIN)/uv
-INSTALL := $(UV) pip install --quiet --python $(BIN)/python --no-deps
+INSTALL := $(UV) pip install --compile-bytecode --quiet --python $(BIN)/python --no-deps
 
 .PHONY: help setup quickstart test test-fast lint lock bench clean
 
