@@ -14,7 +14,8 @@ FOLDER = Path(__file__).parent.parent / "docs" / "benchmarks"
 
 def machine() -> str:
     """Name the machine by what matters: cores, processor, Python."""
-    model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), platform.machine())
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     return f"{os.cpu_count()} cores of {model}, Python {platform.python_version()}"
 
 
@@ -24,7 +25,8 @@ def write(name: str, *, title: str, question: str, command: str, rows: Sequence[
     document = {"title": title, "machine": machine(), "command": command, "rows": list(rows), "conclusion": conclusion, "data": data}
     (FOLDER / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
     heads = list(rows[0])
-    table = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads), *("| " + " | ".join(str(row[head]) for head in heads) + " |" for row in rows)]
+    body = ["| " + " | ".join(str(row[head]) for head in heads) + " |" for row in rows]
+    table = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads), *body]
     text = "\n".join([f"# {title}", "", question, "", *table, "", conclusion, "", f"Machine: {machine()}. Command: `{command}`.", ""])
     (FOLDER / f"{name}.md").write_text(text)
     print(text)

@@ -33,7 +33,8 @@ def main(repeats: int = 3) -> None:
         question=f"The quickstart task, {repeats} seeds, each run in both modes one after the other on the same machine.",
         command="python -m benchmarks.sync_async",
         rows=rows,
-        conclusion=f"Async takes 1/{statistics.median(ratios):.2f} of the time of sync (median of the paired ratios; {', '.join(f'{r:.2f}' for r in ratios)}); "
+        conclusion=f"Async takes 1/{statistics.median(ratios):.2f} of the time of sync "
+        f"(median of the paired ratios; {', '.join(f'{ratio:.2f}' for ratio in ratios)}); "
         f"final rewards of a pair differ by at most {max(rewards):.3f}.",
         data=measured,
     )
@@ -41,8 +42,9 @@ def main(repeats: int = 3) -> None:
 
 def run(folder: Path, name: str, overrides: list[str]) -> dict[str, Any]:
     """Run the quickstart once; return its figures."""
-    command = [sys.executable, "-m", "relax_events.cli", "run", str(CONFIG), f"run.id={name}", f"run.directory={folder}", f"model.path={folder}/model"]
-    subprocess.run([*command, *overrides], check=True, timeout=600)
+    command = [sys.executable, "-m", "relax_events.cli", "run", str(CONFIG)]
+    places = [f"run.id={name}", f"run.directory={folder}", f"model.path={folder}/model"]
+    subprocess.run([*command, *places, *overrides], check=True, timeout=600)
     data = json.loads((folder / "runs" / name / "report.json").read_text())
     seconds = [value for value in data["curves"]["step_seconds"][STEPS_LEFT_OUT:] if value is not None]
     return {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from relax_events.config import RunConfig
-from relax_events.errors import WeightsError
+from relax_events.errors import PoisonSample
 from relax_events.events.types import Event, PolicyVersionPublished
 from relax_events.pipeline.map_role import MapRole
 from relax_events.pipeline.worker import Worker
@@ -49,7 +49,8 @@ class VersionedWeights:
         """Make the scorer hold the weights of a version.
 
         Raises:
-            WeightsError: The version is unknown here, or its artifact is unreadable.
+            PoisonSample: The version was never published, or long ago.
+            WeightsError: Its artifact is unreadable.
         """
         if policy_version == self._held:
             return policy_version
@@ -63,10 +64,8 @@ class VersionedWeights:
         return policy_version
 
     def _read(self, policy_version: int) -> Weights:
-        published = self._published.get(policy_version)
+        latest = self._worker.control.latest  # known an instant before we are told
+        published = latest if latest and latest.policy_version == policy_version else self._published.get(policy_version)
         if published is None:
-            known = sorted(self._published)
-            raise WeightsError(
-                f"policy version {policy_version} is not among the published ones in the window {known}; was the control log truncated?"
-            )
+            raise PoisonSample(f"policy version {policy_version} is not among the published ones in the window, {sorted(self._published)}")
         return self._transport.fetch(published)

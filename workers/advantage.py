@@ -105,7 +105,9 @@ class AdvantageLoop:
         reason = "record could not be decoded"
         if event is not None:
             try:
-                return self._join.add(record, check_sample(event))
+                sample = check_sample(event)
+                self._worker.await_published(sample.policy_version)
+                return self._join.add(record, sample)
             except PoisonSample as error:
                 self._worker.dead_letter(record, error)
                 reason = str(error)

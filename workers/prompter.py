@@ -19,6 +19,7 @@ from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
 from relax_events.data.sources import open_source
 from relax_events.data.stream import PromptStream
+from relax_events.errors import CorruptRecord, SchemaError
 from relax_events.events.types import Event, Outcome, PolicyVersionPublished, PromptGroupEnded, PromptGroupIssued
 from relax_events.pipeline.worker import Worker
 from relax_events.policy import IssuedGroup, Place, admitted_steps, due_places, reissue_of
@@ -66,9 +67,10 @@ class PrompterLoop:
         reader = LogReader(self._worker.connection)
         topic = self._worker.plan.topic("prompt.groups")
         for record in reader.read_to_end([(topic, partition) for partition in range(self._worker.plan.queue_partitions)]):
-            event = self._worker.decode(record)
-            if isinstance(event, PromptGroupIssued):
-                self._remember(IssuedGroup(Place(event.train_step, event.group_index), event.attempt, event.row))
+            with suppress(CorruptRecord, SchemaError):  # a stranger's record, which the rollout role keeps among its dead letters
+                event = self._worker.codec.decode(record.value)
+                if isinstance(event, PromptGroupIssued):
+                    self._remember(IssuedGroup(Place(event.train_step, event.group_index), event.attempt, event.row))
         reader.close()
         if self._issued:
             log.info("prompts.recovered", num_prompt_groups=len(self._issued), next_row=self._next_row)

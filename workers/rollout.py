@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import queue
 import time
+from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
@@ -18,12 +20,13 @@ import numpy as np
 import structlog
 
 from relax_events.broker.leases import GroupLeases, Lease, LeaseSource, ShareLeases
-from relax_events.broker.records import OutRecord
+from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
-from relax_events.errors import ConfigError, ObjectError, PoisonSample, WeightsError
+from relax_events.errors import ConfigError, CorruptRecord, ObjectError, PoisonSample, WeightsError
 from relax_events.events.types import Event, FinishReason, Outcome, PolicyVersionPublished, PromptGroupIssued, SampleRolledOut
+from relax_events.pipeline.validation import check_issued
 from relax_events.pipeline.worker import Worker
 from relax_events.weights.transport import StoreTransport, WeightsTransport
 from workers.opening import open_store, open_worker
@@ -33,6 +36,7 @@ IDLE_SECONDS = 0.5
 STEP_SECONDS = 0.25
 MAX_DELIVERIES = 4  # the broker drops a record after its fifth delivery by default, and tells nobody
 RELOAD_SECONDS = 2.0
+REMEMBERED_GROUPS = 1024  # a settlement that the broker missed brings its prompt group back within this many
 
 
 @dataclass(slots=True)
@@ -103,6 +107,7 @@ class RolloutLoop:
         self._inbox: queue.SimpleQueue[Lease | None] = queue.SimpleQueue()
         self._waiting: list[GroupInWork] = []
         self._running: dict[str, GroupInWork] = {}
+        self._written: deque[str] = deque(maxlen=REMEMBERED_GROUPS)
         self._reload_after = 0.0
         self._refused_version = -1
         self._asleep = False
@@ -163,11 +168,11 @@ class RolloutLoop:
             return
 
     def _open_lease(self, lease: Lease) -> None:
-        event = self._worker.decode(lease.record)
-        if not isinstance(event, PromptGroupIssued):
-            if event is not None:
-                self._worker.dead_letter(lease.record, PoisonSample(f"expected PromptGroupIssued, got {type(event).__name__}"))
-            self._fail(lease, "prompt record could not be decoded")
+        event = self._issued(lease.record)
+        if event is None:
+            self._fail(lease, "prompt record could not be used")
+        elif event.prompt_group_id in self._written:
+            lease.done()
         elif (group := self._at_work(event.prompt_group_id)) is not None:
             group.leases.append(lease)
         elif lease.delivery_count > MAX_DELIVERIES:
@@ -179,13 +184,24 @@ class RolloutLoop:
                 self._worker.dead_letter(lease.record, PoisonSample(str(error)))
                 self._fail(lease, f"prompt can't be rendered: {error}")
 
+    def _issued(self, record: Record) -> PromptGroupIssued | None:
+        """Decode and check; what is unfit goes to the dead letters."""
+        event = self._worker.decode(record)
+        if event is None:
+            return None
+        try:
+            return check_issued(event)
+        except PoisonSample as error:
+            self._worker.dead_letter(record, error)
+            return None
+
     def _at_work(self, prompt_group_id: str) -> GroupInWork | None:
         waiting = (group for group in self._waiting if group.issued.prompt_group_id == prompt_group_id)
         return self._running.get(prompt_group_id) or next(waiting, None)
 
     def _fail(self, lease: Lease, reason: str) -> None:
         """End a prompt group that can't be generated, and take it off the queue."""
-        if lease.record.key:
+        with suppress(CorruptRecord):  # a stranger's record belongs to no prompt group: its dead letter is all that can be done
             self._worker.producer.send(self._worker.tombstone(lease.record.key, Outcome.FAILED, reason))
         self._worker.producer.flush()
         lease.done()
@@ -265,6 +281,7 @@ class RolloutLoop:
                 self._worker.producer.send(record)
         self._worker.producer.flush()
         for group in groups:
+            self._written.append(group.issued.prompt_group_id)
             group.done()
         self._worker.metrics.tokens(sum(len(sample.tokens) for group in groups for sample in group.samples))
         self._worker.finished(len(groups), started)

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import (
     AdminClient,
     AlterConfigOpType,
@@ -20,6 +20,7 @@ from confluent_kafka.admin import (
 )
 
 from relax_events.broker.connection import Connection, error_of, translate
+from relax_events.broker.deadline import Deadline
 from relax_events.errors import BrokerRefused, BrokerUnavailable
 from relax_events.topics.plan import TopicSpec
 
@@ -42,7 +43,9 @@ class Admin:
     def __init__(self, connection: Connection) -> None:
         self._bootstrap_servers = connection.bootstrap_servers
         self._timeout_seconds = connection.request_timeout_seconds
+        self._connection = connection
         self._client = AdminClient(connection.settings())
+        self._asking: dict[str, Any] = {}
 
     def ping(self, *, timeout_seconds: float) -> int:
         """Return the number of brokers.
@@ -117,25 +120,45 @@ class Admin:
                 self._result(future, f"deleting topic {name}")
 
     def end_offsets(self, places: Iterable[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        """Return the next offset of each (topic, partition)."""
+        """Return the next offset of each (topic, partition).
+
+        A broker that has just come back refuses what we knew of its partitions; it is asked again until the request timeout.
+        """
         asked = {TopicPartition(topic, partition): OffsetSpec.latest() for topic, partition in places}
-        if not asked:
-            return {}
+        deadline = Deadline(self._timeout_seconds)
+        while asked:
+            try:
+                return self._ask_for_ends(asked)
+            except BrokerUnavailable:
+                if deadline.passed:
+                    raise
+                self.ping(timeout_seconds=self._timeout_seconds)  # brings the partitions' leaders up to date
+        return {}
+
+    def _ask_for_ends(self, asked: dict[TopicPartition, OffsetSpec]) -> dict[tuple[str, int], int]:
         futures = self._client.list_offsets(asked, request_timeout=self._timeout_seconds)
         return {
             (p.topic, p.partition): self._result(future, f"asking for the end of {p.topic}[{p.partition}]").offset for p, future in futures.items()
         }
 
-    def committed(self, consumer_group: str) -> dict[tuple[str, int], int]:
-        """Return the group's committed offsets; a group that never committed has none."""
-        futures = self._client.list_consumer_group_offsets([ConsumerGroupTopicPartitions(consumer_group)], request_timeout=self._timeout_seconds)
+    def committed(self, consumer_group: str, places: Iterable[tuple[str, int]]) -> dict[tuple[str, int], int]:
+        """Return the group's committed offsets at these (topic, partition); where it never committed there is none.
+
+        A consumer asks, which joins nothing: the admin client's own request for it aborts the whole process when the broker
+        dies under it (librdkafka, pull request 5397).
+        """
+        if consumer_group not in self._asking:
+            self._asking[consumer_group] = Consumer(self._connection.settings(group_id=consumer_group, enable_auto_commit=False))
         try:
-            found = futures[consumer_group].result(self._timeout_seconds)
+            found = self._asking[consumer_group].committed([TopicPartition(*place) for place in places], timeout=self._timeout_seconds)
         except KafkaException as exception:
-            if error_of(exception).code() == KafkaError.GROUP_ID_NOT_FOUND:
-                return {}
             raise translate(error_of(exception), f"asking for the offsets of {consumer_group}") from exception
-        return {(p.topic, p.partition): p.offset for p in found.topic_partitions if p.offset >= 0}
+        return {(p.topic, p.partition): p.offset for p in found if p.error is None and p.offset >= 0}
+
+    def close(self) -> None:
+        """Leave the broker."""
+        while self._asking:
+            self._asking.popitem()[1].close()
 
     def _result(self, future: Future[Any], what: str, *, ignore: int | None = None) -> Any:
         try:

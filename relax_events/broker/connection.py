@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +16,13 @@ from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable, F
 
 log = structlog.get_logger()
 
-FENCED = {KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED, KafkaError.TRANSACTION_COORDINATOR_FENCED}  # noqa: SLF001
+FENCED = {KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED, KafkaError.TRANSACTION_COORDINATOR_FENCED}
 UNAVAILABLE = {
-    KafkaError._ALL_BROKERS_DOWN,  # noqa: SLF001
-    KafkaError._TRANSPORT,  # noqa: SLF001
-    KafkaError._TIMED_OUT,  # noqa: SLF001
-    KafkaError._MSG_TIMED_OUT,  # noqa: SLF001
-    KafkaError._RESOLVE,  # noqa: SLF001
+    KafkaError._ALL_BROKERS_DOWN,
+    KafkaError._TRANSPORT,
+    KafkaError._TIMED_OUT,
+    KafkaError._MSG_TIMED_OUT,
+    KafkaError._RESOLVE,
     KafkaError.REQUEST_TIMED_OUT,
     KafkaError.COORDINATOR_NOT_AVAILABLE,
     KafkaError.NOT_COORDINATOR,
@@ -30,10 +31,12 @@ UNAVAILABLE = {
     KafkaError.LEADER_NOT_AVAILABLE,
     KafkaError.NOT_LEADER_FOR_PARTITION,
     KafkaError.NETWORK_EXCEPTION,
+    KafkaError.FENCED_LEADER_EPOCH,
+    KafkaError.UNKNOWN_LEADER_EPOCH,
 }
 REFUSED = {
-    KafkaError._AUTHENTICATION,  # noqa: SLF001
-    KafkaError._SSL,  # noqa: SLF001
+    KafkaError._AUTHENTICATION,
+    KafkaError._SSL,
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
     KafkaError.GROUP_AUTHORIZATION_FAILED,
     KafkaError.CLUSTER_AUTHORIZATION_FAILED,
@@ -42,9 +45,10 @@ REFUSED = {
     KafkaError.MSG_SIZE_TOO_LARGE,
     KafkaError.POLICY_VIOLATION,
     KafkaError.UNKNOWN_TOPIC_OR_PART,
-    KafkaError._UNKNOWN_TOPIC,  # noqa: SLF001
+    KafkaError._UNKNOWN_TOPIC,
 }
 
+QUIET_SECONDS = 10.0  # attempts come about every second
 CALLBACKS = {"error_cb", "on_commit"}
 
 
@@ -98,16 +102,18 @@ class Connection:
 
 
 class ConnectionLog:
-    """Turns librdkafka's background errors into log events: once when the broker goes, not on every attempt."""
+    """Turns librdkafka's background errors into log events: each kind once when the broker goes, not on every attempt."""
 
     def __init__(self, bootstrap_servers: str) -> None:
         self._bootstrap_servers = bootstrap_servers
-        self._last = -1
+        self._logged_at: dict[int, float] = {}
         self._lock = threading.Lock()
 
     def __call__(self, error: KafkaError) -> None:
         """Log an error unless it is the one before again."""
+        now = time.monotonic()
         with self._lock:
-            repeated, self._last = error.code() == self._last, error.code()
-        if not repeated:
+            is_news = now - self._logged_at.get(error.code(), -QUIET_SECONDS) >= QUIET_SECONDS
+            self._logged_at[error.code()] = now
+        if is_news:
             log.warning("broker.disturbed", bootstrap_servers=self._bootstrap_servers, error=error.name(), text=error.str())

@@ -29,7 +29,7 @@ READER_SETTINGS: dict[str, Any] = {
 }
 LEADER_CHANGE_SECONDS = 0.05
 HAND_OVER_SECONDS = 2.5  # of one request, and of all work in a revoke callback: sessions last 3 s at the least
-TRANSIENT = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._TIMED_OUT, KafkaError._MAX_POLL_EXCEEDED}  # noqa: SLF001
+TRANSIENT = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._TIMED_OUT, KafkaError._MAX_POLL_EXCEEDED}
 
 
 class Fetching:
@@ -51,11 +51,11 @@ class Fetching:
         error = message.error()
         if error is None:
             return True
-        if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):  # noqa: SLF001
+        if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
             self._meet_cut_log(message.topic(), message.partition())
         elif error.code() in TRANSIENT or error.retriable():
             log.debug("fetch.disturbed", error=error.name())
-        elif error.code() != KafkaError._PARTITION_EOF:  # noqa: SLF001
+        elif error.code() != KafkaError._PARTITION_EOF:
             raise translate(error, f"reading {message.topic() or 'the log'}")
         return False
 
@@ -271,7 +271,7 @@ class LogReader(Fetching):
             for message in self._consumer.consume(2000, 0.05):
                 progress = time.monotonic()
                 place = (message.topic(), message.partition())
-                if message.error() is not None and message.error().code() == KafkaError._PARTITION_EOF:  # noqa: SLF001
+                if message.error() is not None and message.error().code() == KafkaError._PARTITION_EOF:
                     open_places.discard(place)
                 elif self._is_record(message):
                     records.append(Record.of(message))

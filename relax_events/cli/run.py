@@ -38,13 +38,15 @@ def worker(role: str, config: Path, *overrides: str, index: int = 0) -> None:
     """
     from relax_events.cli.roles import load_role
     from relax_events.config import load_run_config
-    from relax_events.control.address import attach
+    from relax_events.control.address import attach, open_admin
     from relax_events.control.orphans import end_with_supervisor
 
     settings = load_run_config(config, overrides)
     start = load_role(role)
     end_with_supervisor(drain_seconds=settings.workers.drain_seconds)
-    start(attach(settings), index=index)
+    settings = attach(settings)
+    open_admin(settings, name=f"{role}-{index}", timeout_seconds=settings.broker.request_timeout_seconds)  # it may still be starting
+    start(settings, index=index)
 
 
 def doctor(config: Path, *overrides: str) -> int:

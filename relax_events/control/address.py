@@ -37,15 +37,16 @@ def attach(config: RunConfig) -> RunConfig:
     return with_bootstrap_servers(config, broker.bootstrap_servers)
 
 
-def open_admin(config: RunConfig, *, name: str) -> Admin:
+def open_admin(config: RunConfig, *, name: str, timeout_seconds: float = ANSWER_SECONDS) -> Admin:
     """Return an admin client of a broker that has answered.
 
     Args:
         config: The run, with the broker's address filled in.
         name: Tells our clients apart in the broker's log.
+        timeout_seconds: How long to wait for an answer; `broker.request_timeout_seconds` where that is less.
     Raises:
-        BrokerUnavailable: None answered within a few seconds; the text names the address and the remedy.
+        BrokerUnavailable: None answered in time; the text names the address and the remedy.
     """
     admin = Admin(Connection.of(config.broker, client_id=f"{config.run.id}.{name}"))
-    admin.ping(timeout_seconds=min(ANSWER_SECONDS, config.broker.request_timeout_seconds))
+    admin.ping(timeout_seconds=min(timeout_seconds, config.broker.request_timeout_seconds))
     return admin

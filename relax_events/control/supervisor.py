@@ -121,7 +121,7 @@ class Supervisor:
                     self._spawn(managed)
             elif (code := managed.process.poll()) == Fenced.exit_code:
                 log.warning("worker.fenced", worker_id=managed.worker_id, pid=managed.process.pid)
-                managed.process, managed.fenced_pid = None, managed.process.pid
+                managed.fenced_pid, managed.process = managed.process.pid, None
             elif code is not None:
                 self._note_end(managed, code)
 

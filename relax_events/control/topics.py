@@ -82,7 +82,7 @@ def consumer_lag(config: RunConfig, admin: Admin) -> dict[str, dict[int, int]]:
     ends = admin.end_offsets(places)
     lag: dict[str, dict[int, int]] = {}
     for role in (*CONSUMER_ROLES, "trainer"):
-        committed = admin.committed(plan.consumer_group(role))
+        committed = admin.committed(plan.consumer_group(role), places)
         slots: dict[int, int] = {}
         for (topic, partition), offset in committed.items():
             if (topic, partition) in ends:

@@ -59,9 +59,14 @@ def schema_fingerprint(schema: Schema) -> bytes:
 
 
 def runtime_schema(schema: Schema) -> Schema:
-    """Parse a schema for the codec: without logical types, since events hold times as integers."""
+    """Parse a schema for the codec: without logical types, since events hold times as integers.
+
+    Raises:
+        TypeError: It is no record's schema, but a bare type's or a union.
+    """
     parsed = parse_schema(_without_logical_types(schema), named_schemas={})
-    assert isinstance(parsed, dict)  # a record stays a record
+    if not isinstance(parsed, dict):
+        raise TypeError(f"the schema of an event must be a record's, got {parsed!r}")
     return parsed
 
 

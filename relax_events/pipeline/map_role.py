@@ -19,6 +19,7 @@ from relax_events.pipeline.worker import Worker
 from relax_events.policy import skip_targets
 
 Handle = Callable[[Sequence[SampleRolledOut]], Sequence[OutRecord]]
+"""Raises PoisonSample when one of the samples can't be handled; it is then called for each alone."""
 IDLE_SECONDS = 0.5
 
 
@@ -54,14 +55,24 @@ class MapRole:
         started = time.monotonic()
         live = [record for record in records if not self._worker.is_expired(record.policy_version)]
         self._worker.metrics.expired(len(records) - len(live))
-        samples = [sample for record in live if (sample := self._sample(record)) is not None]
-        self._worker.beats.num_in_flight = len(samples)
-        for out in self._handle(samples) if samples else ():
+        fit = [(record, sample) for record in live if (sample := self._sample(record)) is not None]
+        self._worker.beats.num_in_flight = len(fit)
+        for out in self._outputs(fit):
             self._worker.producer.send(out)
         self._worker.producer.flush()
         self._consumer.commit(next_offsets(records))
         self._worker.beats.num_in_flight = 0
         self._worker.finished(len(records), started)
+
+    def _outputs(self, fit: Sequence[tuple[Record, SampleRolledOut]]) -> Sequence[OutRecord]:
+        """Handle the samples together; when one of them turns out to be poison, each for itself, and that one goes to the dead letters."""
+        try:
+            return self._handle([sample for _, sample in fit]) if fit else ()
+        except PoisonSample as error:
+            if len(fit) > 1:
+                return [out for one in fit for out in self._outputs([one])]
+            self._worker.dead_letter(fit[0][0], error)
+            return ()
 
     def _sample(self, record: Record) -> SampleRolledOut | None:
         """Decode and check; what is unfit goes to the dead letters (the advantage role ends its prompt group)."""
@@ -69,10 +80,12 @@ class MapRole:
         if event is None:
             return None
         try:
-            return check_sample(event)
+            sample = check_sample(event)
+            self._worker.await_published(sample.policy_version)
         except PoisonSample as error:
             self._worker.dead_letter(record, error)
             return None
+        return sample
 
     def _note_version(self, event: Event) -> None:
         if isinstance(event, PolicyVersionPublished):

@@ -5,8 +5,28 @@ from __future__ import annotations
 import numpy as np
 
 from relax_events.errors import CorruptRecord, PoisonSample
-from relax_events.events.types import Array, Event, SampleReady, SampleRolledOut, StoredArray
+from relax_events.events.types import Array, Event, PromptGroupIssued, SampleReady, SampleRolledOut, StoredArray
 from relax_events.policy import IssuedGroup
+
+MAX_SAMPLES_PER_PROMPT = 4096
+
+
+def check_issued(event: Event) -> PromptGroupIssued:
+    """Return an issued prompt group that can be generated.
+
+    Raises:
+        PoisonSample: It can't; the text names the field and the value.
+    """
+    if not isinstance(event, PromptGroupIssued):
+        raise PoisonSample(f"expected PromptGroupIssued, got {type(event).__name__}")
+    try:
+        IssuedGroup.parse(event.prompt_group_id)
+    except CorruptRecord as error:
+        raise PoisonSample(str(error)) from None
+    if not 1 <= event.samples_per_prompt <= MAX_SAMPLES_PER_PROMPT:
+        rule = f"samples_per_prompt must be 1 to {MAX_SAMPLES_PER_PROMPT}"
+        raise PoisonSample(f"prompt group {event.prompt_group_id}: {rule}, got {event.samples_per_prompt}")
+    return event
 
 
 def check_sample(event: Event) -> SampleRolledOut:

@@ -14,7 +14,7 @@ from relax_events.broker.connection import Connection
 from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import POLICY_VERSION_HEADER, OutRecord, Record
 from relax_events.config import RunConfig
-from relax_events.errors import CorruptRecord, ObjectError, RelaxError, SchemaError
+from relax_events.errors import CorruptRecord, ObjectError, PoisonSample, RelaxError, SchemaError
 from relax_events.events.codec import EventCodec, UnknownFingerprint
 from relax_events.events.types import Command, Event, MetricsReported, Outcome, RunCommanded, WorkerBeat, WorkerState
 from relax_events.pipeline.beats import Beats
@@ -27,6 +27,7 @@ from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.topics import TopicPlan
 
 log = structlog.get_logger()
+ANNOUNCEMENT_SECONDS = 5.0
 
 
 class ClaimCheck(Protocol):
@@ -143,6 +144,16 @@ class Worker(AbstractContextManager["Worker"]):
         self.producer.send(OutRecord(self.plan.topic(f"{self.role}.dead-letters"), record.value, key=record.key, headers=headers))
         self.metrics.dead_lettered(reason)
         log.error("record.dead_lettered", place=record.place, prompt_group_id=record.key, reason=reason, error=str(error))
+
+    def await_published(self, policy_version: int) -> None:
+        """Wait a moment for a version that a sample names: the sample may overtake the announcement, which is on another topic.
+
+        Raises:
+            PoisonSample: The version stays unpublished.
+        """
+        known = self.control.policy_version
+        if 0 <= known < policy_version and not self.control.wait_for_version(policy_version, timeout_seconds=ANNOUNCEMENT_SECONDS):
+            raise PoisonSample(f"the sample is of policy version {policy_version}, which was never published; the newest is {known}")
 
     def is_expired(self, policy_version: int | None) -> bool:
         """Tell whether a version has left the window, as far as this worker knows."""

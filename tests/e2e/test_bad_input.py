@@ -80,6 +80,12 @@ def test_worker_without_its_embedded_broker_says_how_to_start_it(relax: Relax, r
     assert "does not run; start it with: relax broker start --directory .relax/broker" in ended.err
 
 
+def test_worker_waits_for_its_broker_as_long_as_a_request_may_take(relax: Relax, run_file: Path) -> None:
+    ended = relax("worker", "prompter", run_file, NOBODY, "broker.request_timeout_seconds=2")
+    assert ended.code == 3
+    assert "error: no broker answered at 127.0.0.1:1 within 2 s; start it, or set broker.bootstrap_servers" in ended.err
+
+
 def test_taken_metrics_port_is_named(relax: Relax, run_file: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,24 @@ import zlib
 
 def judged(completion, *, answer, metadata, prompt):
     return 0.5 if "tea" in prompt else zlib.crc32(completion.encode()) % 1000 / 1000
+"""
+
+# Holds the first step back until both rollout workers have their share of the queue, however long one takes to start.
+SHARED_QUEUE = """
+import time
+import zlib
+
+from confluent_kafka.admin import AdminClient
+
+ADMIN = AdminClient({{"bootstrap.servers": "{bootstrap_servers}"}})
+HOLDING = []
+
+def spread(completion, *, answer, metadata, prompt):
+    while len(HOLDING) < 2:
+        time.sleep(0.1)
+        group = ADMIN.describe_consumer_groups(["{consumer_group}"], request_timeout=10)["{consumer_group}"].result(10)
+        HOLDING[:] = [member for member in group.members if len(member.assignment.topic_partitions) == 2]
+    return zlib.crc32(completion.encode()) % 1000 / 1000
 """
 
 
@@ -60,21 +77,25 @@ def test_two_ranks_train_what_one_rank_trains(relax: Relax, run_file: Path, boot
     assert log_of(run_file.parent, f"{run_id}-two", "trainer-0")
 
 
-def test_rollout_workers_share_a_consumer_group(relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str) -> None:
+def test_rollout_workers_share_a_consumer_group(relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, tmp_path: Path) -> None:
+    reward = SHARED_QUEUE.format(bootstrap_servers=bootstrap_servers, consumer_group=f"relax.{run_id}.rollout")
+    (tmp_path / "shared.py").write_text(reward)
     report = run_to_goal(
         relax,
         run_file,
         bootstrap_servers,
         f"run.id={run_id}",
         "broker.lease=consumer_group",
+        "broker.queue_partitions=4",
         "workers.rollout=2",
         "run.on_new_version=swap",
         "run.batch_order=ready_first",
-        "run.num_steps=6",
+        "run.num_steps=8",
+        f"reward.function={tmp_path / 'shared.py'}:spread",
+        "reward.timeout_seconds=120",
     )
     samples = rolled_out(bootstrap_servers, run_id, num_partitions=6)
-    workers = Counter(sample.worker_id for sample in samples)
-    assert set(workers) == {"rollout-0", "rollout-1"}
+    assert {sample.worker_id for sample in samples} == {"rollout-0", "rollout-1"}
     assert len({sample.sample_id for sample in samples}) == report["samples_rolled_out"]
     assert report["staleness_max"] <= 1
 

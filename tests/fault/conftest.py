@@ -17,11 +17,17 @@ from relax_events.config import RunConfig
 TEST_SECONDS = 600
 PROMPTS = [f"spell {word} backwards" for word in ("tea", "milk", "juice", "water", "coffee", "lemon", "cocoa", "cider")]
 # Spread over many values, so that nearly every prompt group of a random model has something to learn from, and the same wherever it is computed.
-SPREAD_REWARD = """
+# Slowly, for tests that need time within a run on a machine of any speed.
+REWARDS = """
+import time
 import zlib
 
 def spread(completion, *, answer, metadata, prompt):
     return zlib.crc32(completion.encode()) % 1000 / 1000
+
+def slowly(completion, *, answer, metadata, prompt):
+    time.sleep(0.01)
+    return spread(completion, answer=answer, metadata=metadata, prompt=prompt)
 """
 
 
@@ -37,7 +43,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of all runs of the session, with prompts and a reward file in it."""
     folder = tmp_path_factory.mktemp("fault")
     (folder / "prompts.jsonl").write_bytes(b"".join(orjson.dumps({"prompt": prompt, "answer": ""}) + b"\n" for prompt in PROMPTS))
-    (folder / "reward.py").write_text(SPREAD_REWARD)
+    (folder / "reward.py").write_text(REWARDS)
     return folder
 
 
@@ -74,7 +80,7 @@ def start_run(directory: Path, broker: EmbeddedBroker, model: Path, run_id: str)
             "data": {"source": f"jsonl:{directory / 'prompts.jsonl'}"},
             "broker": {"session_timeout_seconds": 3.0, "request_timeout_seconds": 10.0},
             "engine": {"max_context_tokens": 96, "max_running_samples": 64, "max_prompt_groups": 16, "sampling": {"max_new_tokens": 6}},
-            "reward": {"function": f"{directory / 'reward.py'}:spread"},
+            "reward": {"function": f"{directory / 'reward.py'}:slowly"},
             "algorithm": {"kl_coefficient": 0.001, "old_logprobs": "actor"},
             "trainer": {"checkpoint_every": 5},
             "workers": {"beat_seconds": 0.2},

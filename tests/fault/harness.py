@@ -27,7 +27,7 @@ from relax_events.control.address import with_bootstrap_servers
 from relax_events.control.run_state import RunState
 from relax_events.control.topics import apply_topics
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import WorkerBeat, WorkerState
+from relax_events.events.types import WorkerState
 from relax_events.topics import TopicPlan
 
 WATCHED = ("control.policy-versions", "control.train-steps", "control.group-outcomes", "control.commands", "control.heartbeats")
@@ -62,8 +62,8 @@ class FaultRun:
         self._reader = LogReader(self.connection, start={(self.plan.topic(entity), 0): 0 for entity in WATCHED})
         self._codec = EventCodec()
         self.state = RunState()
-        self.first_ready: dict[int, WorkerBeat] = {}
         self._started: list[subprocess.Popen[bytes]] = []
+        self.process: subprocess.Popen[bytes]
         self.output = self.folder / "output.log"
 
     def __enter__(self) -> Self:
@@ -89,6 +89,8 @@ class FaultRun:
                 stderr=file,
             )
         self._started.append(process)
+        if not arguments:
+            self.process = process
         return process
 
     def start_worker(self, role: str, *, index: int) -> subprocess.Popen[bytes]:
@@ -105,6 +107,12 @@ class FaultRun:
         while not condition():
             assert time.monotonic() < deadline, f"not within {timeout_seconds:g} s: {what}; {self._standing()}"
             assert any(process.poll() is None for process in self._started), f"ended before: {what}; {self._standing()}"
+            self._pump()
+
+    def follow_for(self, seconds: float) -> None:
+        """Follow the control log for so long, while something is paused."""
+        over = time.monotonic() + seconds
+        while time.monotonic() < over:
             self._pump()
 
     def until_ended(self, process: subprocess.Popen[bytes], *, timeout_seconds: float = PATIENCE_SECONDS) -> int:
@@ -127,6 +135,16 @@ class FaultRun:
 
         self.until(taken_up, f"{', '.join(worker_ids)} beat again", timeout_seconds=timeout_seconds)
 
+    def until_gone(self, processes: list[psutil.Process], *, timeout_seconds: float = PATIENCE_SECONDS) -> None:
+        """Wait until these processes have ended."""
+        _, alive = psutil.wait_procs(processes, timeout=timeout_seconds)
+        assert alive == [], f"still there: {[process.cmdline() for process in alive]}"
+
+    def is_ready(self, worker_id: str) -> bool:
+        """Tell whether a worker is past its start."""
+        beat = self.state.workers.get(worker_id)
+        return beat is not None and beat.state in READY
+
     def pid(self, worker_id: str) -> int:
         """Return the process id that a worker's newest beat names; -1 before the first."""
         beat = self.state.workers.get(worker_id)
@@ -140,8 +158,18 @@ class FaultRun:
         """Send a signal to workers; return their process ids."""
         pids = {worker_id: self.pid(worker_id) for worker_id in worker_ids}
         for pid in pids.values():
-            os.kill(pid, number)
+            self.signal_process(number, pid)
         return pids
+
+    def signal_process(self, number: int, pid: int) -> None:
+        """Send a signal to a process that is a worker of this run."""
+        assert str(self.folder / "run.json") in psutil.Process(pid).cmdline()
+        os.kill(pid, number)
+
+    def num_taken(self, worker_id: str) -> int:
+        """Return how many prompt groups or records a worker has finished or holds."""
+        beat = self.state.workers[worker_id]
+        return beat.num_processed + beat.num_in_flight
 
     @property
     def worker_ids(self) -> list[str]:
@@ -180,12 +208,13 @@ class FaultRun:
         lines = (self.folder / "logs" / f"{worker_id}.log").read_text(errors="replace").splitlines()
         return [orjson.loads(line) for line in lines if line.startswith("{")]
 
+    def logged(self, worker_id: str, event: str) -> list[dict[str, Any]]:
+        """Return a worker's log events of one kind."""
+        return [line for line in self.log(worker_id) if line["event"] == event]
+
     def _pump(self) -> None:
         for record in self._reader.fetch(timeout_seconds=0.1):
-            event = self._codec.decode(record.value)
-            self.state.note(event)
-            if isinstance(event, WorkerBeat) and event.state in READY:
-                self.first_ready.setdefault(event.pid, event)
+            self.state.note(self._codec.decode(record.value))
 
     def _standing(self) -> str:
         workers = {worker_id: f"{beat.state} {beat.pid}" for worker_id, beat in self.state.workers.items()}

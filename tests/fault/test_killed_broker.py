@@ -16,13 +16,9 @@ def test_run_ends_by_itself_when_broker_and_workers_are_killed(start_run: Callab
     run.until_ready_again(*run.worker_ids, killed=killed)
     run.until_steps(run.state.num_steps + 3)
 
-    survivors = {worker_id: run.pid(worker_id) for worker_id in run.worker_ids}
     committed = run.state.num_steps
     run.broker.kill()
     run.until_steps(committed + 3)
-    assert {worker_id: run.pid(worker_id) for worker_id in run.worker_ids} == survivors, (
-        "no worker had to be started again for a broker that was away"
-    )
     assert committed + 3 < run.config.run.num_steps, "the broker was killed within the run, not after it"
 
     assert run.until_ended(process) == 0

@@ -8,14 +8,14 @@ from typing import Any
 from harness import FaultRun, assert_books_balance
 
 STEPS = 14
-SYNC: dict[str, Any] = {"run": {"num_steps": STEPS, "mode": "sync", "max_staleness": 0, "seed": 7}, "trainer": {"checkpoint_every": 5}}
+SYNC: dict[str, Any] = {"run": {"num_steps": STEPS, "mode": "sync", "max_staleness": 0, "seed": 7}}
 
 
 def test_sync_run_repeats_bit_for_bit_when_the_trainer_is_killed(start_run: Callable[..., FaultRun]) -> None:
-    first, second = (undisturbed(start_run(**overlaid())) for _ in range(2))
+    first, second = (undisturbed(start_run(**SYNC)) for _ in range(2))
     assert curves(second) == curves(first)
 
-    run = start_run(**overlaid())
+    run = start_run(**SYNC)
     process = run.start()
     for steps in (3, 8):  # before the first checkpoint, and between two
         run.until_steps(steps)
@@ -23,15 +23,10 @@ def test_sync_run_repeats_bit_for_bit_when_the_trainer_is_killed(start_run: Call
     assert run.state.num_steps < STEPS
     assert run.until_ended(process) == 0
     assert assert_books_balance(run)["rollouts_regenerated"] == 0
-    replays = [line for line in run.log("trainer-0") if line["event"] == "train_steps.replayed"]
+    replays = run.logged("trainer-0", "train_steps.replayed")
     assert len(replays) == 2
     assert all(line["identical"] and line["num_steps"] > 0 for line in replays)
     assert curves(run.report()) == curves(first)
-
-
-def overlaid() -> dict[str, Any]:
-    """Return the sections of a sync run, apart from the run's own."""
-    return {name: dict(keys) for name, keys in SYNC.items()}
 
 
 def undisturbed(run: FaultRun) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def test_offsets_are_those_of_the_log(admin: Admin, producer: RecordProducer, ma
     fill(producer, topic, [b"x"] * 7)
     assert admin.end_offsets([(topic, 0), (topic, 1)]) == {(topic, 0): 7, (topic, 1): 0}
     assert admin.end_offsets([]) == {}
-    assert admin.committed(f"{run_id}.nobody") == {}
+    assert admin.committed(f"{run_id}.nobody", [(topic, 0)]) == {}
 
 
 def test_end_offsets_name_a_topic_that_does_not_exist(admin: Admin, run_id: str) -> None:

@@ -184,9 +184,9 @@ def test_group_offset_follows_the_oldest_open_lease(group_queue: Queue, single: 
         held[3].done()
         held[1].done()
         held[0].done()
-        turn_until(lambda: admin.committed(group_queue.group) == {(group_queue.topic, 0): 2})
+        turn_until(lambda: admin.committed(group_queue.group, [(group_queue.topic, 0)]) == {(group_queue.topic, 0): 2})
         held[2].done()
-        turn_until(lambda: admin.committed(group_queue.group) == {(group_queue.topic, 0): 4})
+        turn_until(lambda: admin.committed(group_queue.group, [(group_queue.topic, 0)]) == {(group_queue.topic, 0): 4})
 
 
 def test_records_of_partitions_that_come_while_all_lanes_are_taken_are_not_lost(group_queue: Queue, single: RecordProducer) -> None:

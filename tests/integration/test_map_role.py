@@ -93,6 +93,11 @@ def read(connection: Connection, plan: TopicPlan, entity: str) -> list[Record]:
         reader.close()
 
 
+def committed(admin: Admin, plan: TopicPlan) -> dict[tuple[str, int], int]:
+    places = [(plan.topic("rollout.samples"), partition) for partition in range(plan.num_sample_partitions)]
+    return admin.committed(plan.consumer_group("reference"), places)
+
+
 def announce(producer: RecordProducer, plan: TopicPlan, version: int, *, start_offset: int = 0) -> None:
     starts = [TopicOffset(plan.topic("rollout.samples"), partition, start_offset) for partition in plan.partitions_of_version(version)]
     producer.write([OutRecord(plan.topic("control.policy-versions"), CODEC.encode(published(version, start_offsets=starts)))])
@@ -105,7 +110,7 @@ def test_every_sample_is_answered_in_its_partition_and_committed(
     write(producer, plan, *samples)
     with role():
         turn_until(lambda: len(read(connection, plan, "reference.logprobs")) == 3)
-        turn_until(lambda: sum(admin.committed(plan.consumer_group("reference")).values()) == 3)
+        turn_until(lambda: sum(committed(admin, plan).values()) == 3)
     answers = [CODEC.decode(record.value) for record in read(connection, plan, "reference.logprobs")]
     assert {answer.sample_id for answer in answers if isinstance(answer, SampleEvaluated)} == {sample.sample_id for sample in samples}
     assert {record.partition for record in read(connection, plan, "reference.logprobs")} == {0, 1}
@@ -150,4 +155,4 @@ def test_published_version_moves_the_consumer_past_what_is_stale_in_its_slot(
     with role() as worker:
         turn_until(lambda: len(read(connection, plan, "reference.logprobs")) == 1)
         turn_until(lambda: b'relax_records_expired_total{role="reference"} 10.0' in worker.metrics.exposition())
-        turn_until(lambda: admin.committed(plan.consumer_group("reference")).get((plan.topic("rollout.samples"), 0)) == 11)
+        turn_until(lambda: committed(admin, plan).get((plan.topic("rollout.samples"), 0)) == 11)

@@ -1,0 +1,32 @@
+"""Rollout is elastic: a worker joins a run, takes work at once, and leaves without losing any."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+from harness import FaultRun, assert_books_balance
+
+from relax_events.events.types import now_micros
+
+
+def test_second_rollout_worker_takes_work_within_five_seconds_and_leaves_none(start_run: Callable[..., FaultRun]) -> None:
+    run = start_run(run={"num_steps": 50})
+    run.start()
+    run.until_steps(2)
+    started_at = now_micros()
+    second = run.start_worker("rollout", index=1)
+    run.until(lambda: run.is_ready("rollout-1"), "the second rollout worker is ready")
+    ready_at = run.state.workers["rollout-1"].beat_at
+    run.until(lambda: run.num_taken("rollout-1") > 0, "it has taken prompt groups")
+    working_at = run.state.workers["rollout-1"].beat_at
+    print(f"ready {(ready_at - started_at) / 1e6:.1f} s after the start of the process, at work {(working_at - ready_at) / 1e6:.2f} s later")
+    assert working_at - ready_at < 5_000_000
+    run.until(lambda: run.state.workers["rollout-1"].num_processed > 0, "it has written samples")
+
+    second.send_signal(signal.SIGTERM)
+    assert run.until_ended(second) == 0
+    assert run.state.num_steps < 50
+    assert run.until_ended(run.process) == 0
+    ledger = assert_books_balance(run)
+    assert (ledger["rollouts_regenerated"], ledger["outcomes"]["expired"], ledger["outcomes"]["failed"]) == (0, 0, 0)

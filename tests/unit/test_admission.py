@@ -1,0 +1,22 @@
+"""Ends of prompt groups, made from their ids alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from relax_events.errors import CorruptRecord
+from relax_events.events.types import Outcome
+from relax_events.policy import end_of
+
+
+def test_end_of_reads_seat_and_attempt_from_the_id() -> None:
+    ended = end_of("000012-0003-4", Outcome.EXPIRED, policy_version=9, trainer_version=12, reason="too old", mean_reward=0.5)
+    assert (ended.prompt_group_id, ended.train_step, ended.group_index, ended.attempt, ended.row) == ("000012-0003-4", 12, 3, 4, -1)
+    assert (ended.outcome, ended.policy_version, ended.trainer_version) == (Outcome.EXPIRED, 9, 12)
+    assert (ended.reason, ended.mean_reward) == ("too old", 0.5)
+
+
+@pytest.mark.parametrize("text", ["", "12-3-4", "000012-0003", "000012-0003-4/0"])
+def test_end_of_refuses_what_is_no_id(text: str) -> None:
+    with pytest.raises(CorruptRecord, match="is no prompt group id; they look like 000012-0003-0"):
+        end_of(text, Outcome.FAILED, policy_version=0, trainer_version=0)

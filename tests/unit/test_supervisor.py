@@ -1,0 +1,57 @@
+"""The supervisor's plan, and what a worker's way of ending means for the run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from relax_events.config import RunConfig
+from relax_events.control.supervisor import Supervisor
+from relax_events.errors import ConfigError, RelaxError, RunFailed, SchemaError
+
+MakeRunConfig = Callable[..., RunConfig]
+NO_RESTART = {"max_restarts": 0}
+
+
+def ended(config: RunConfig, tmp_path: Path, code: int) -> Supervisor:
+    """Return a supervisor whose workers have all said why they can't go on, and ended."""
+    supervisor = Supervisor(config, tmp_path / "run.json")
+    for managed in supervisor._processes.values():
+        managed.command = [sys.executable, "-c", f"import sys; print('error: the reason'); sys.exit({code})"]
+    supervisor.start()
+    for managed in supervisor._processes.values():
+        assert managed.process is not None
+        managed.process.wait(30)
+    return supervisor
+
+
+def test_every_worker_has_a_port_of_its_own_and_the_trainer_is_last(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
+    config = make_run_config(telemetry={"metrics_port": 9100}, workers={"rollout": 2}, trainer={"ranks": 2})
+    ports = {name: managed.metrics_port for name, managed in Supervisor(config, tmp_path / "run.json")._processes.items()}
+    assert sorted(ports.values()) == list(range(9100, 9108))
+    assert ports["trainer-0"] == 9107  # its second rank takes 9108
+
+
+def test_ports_are_free_ones_by_default(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
+    supervisor = Supervisor(make_run_config(), tmp_path / "run.json")
+    assert {managed.metrics_port for managed in supervisor._processes.values()} == {0}
+
+
+def test_trainer_of_several_ranks_is_started_by_torchrun(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
+    supervisor = Supervisor(make_run_config(trainer={"ranks": 2}), tmp_path / "run.json")
+    commands = {name: managed.command[1:] for name, managed in supervisor._processes.items()}
+    assert commands["trainer-0"][:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert commands["trainer-0"][5:] == ["-m", "relax_events.cli", "worker", "trainer", str(tmp_path / "run.json"), "--index", "0"]
+    assert commands["reward-0"] == ["-m", "relax_events.cli", "worker", "reward", str(tmp_path / "run.json"), "--index", "0"]
+
+
+@pytest.mark.parametrize(("code", "error"), [(2, ConfigError), (5, SchemaError), (1, RunFailed)])
+def test_run_ends_as_its_worker_did_where_a_restart_would_not_help(
+    make_run_config: MakeRunConfig, tmp_path: Path, code: int, error: type[RelaxError]
+) -> None:
+    supervisor = ended(make_run_config(workers=NO_RESTART), tmp_path, code)
+    with pytest.raises(error, match=rf"controller-0 ended with exit code {code}; the end of .*controller-0.log:\nerror: the reason"):
+        supervisor.tend()

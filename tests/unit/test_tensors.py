@@ -1,0 +1,25 @@
+"""Arrays of events whose values are wanted, and those that still lie in the object store."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from relax_events.events.tensors import dense
+from relax_events.events.types import ObjectRef, StoredArray
+
+STORED = StoredArray("<i4", (5, 2), ObjectRef("memory:///x", bytes(32), 40))
+
+
+def test_dense_gives_the_same_array_when_it_is_there() -> None:
+    array = np.arange(3)
+    assert dense(array, what="tokens") is array
+
+
+def test_dense_names_the_field_when_it_was_not_fetched() -> None:
+    with pytest.raises(TypeError, match=r"^sample a/0: tokens still lies in the object store; fetch it with check_out first$"):
+        dense(STORED, what="sample a/0: tokens")
+
+
+def test_length_of_a_stored_array_is_that_of_its_first_axis() -> None:
+    assert len(STORED) == len(np.zeros(STORED.shape)) == 5
