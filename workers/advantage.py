@@ -121,7 +121,7 @@ class AdvantageLoop:
     def _finish(self, group: JoinedGroup) -> None:
         """Send a prompt group that is complete, or over, on its way to the trainer."""
         self._join.close(group)
-        failures = [score.error for score in group.scores.values() if score.error is not None]
+        failures = [score.error or "no reward" for score in group.scores.values() if score.error is not None or score.reward is None]
         if group.poisoned or failures:
             reason = f"poison: {group.poisoned}" if group.poisoned else f"reward: {failures[0]}"
             self._end(group, Outcome.FAILED, reason)

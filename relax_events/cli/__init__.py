@@ -15,8 +15,11 @@ def main() -> None:
     if sys.argv[1:] == [] or (len(sys.argv) == 2 and sys.argv[1] in HELP_FLAGS):
         print(help_text())
         sys.exit(0)
+    import structlog
+
     from relax_events.cli.app import app
 
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is for data
     try:
         result = app()
     except RelaxError as error:

@@ -226,6 +226,8 @@ class TrainerConfig(Section):
     """AdamW's learning rate."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate grows linearly from 0."""
+    schedule: Literal["constant", "linear"] = "constant"
+    """What follows the warm-up: the same rate to the end, or a linear fall that would reach 0 at `run.num_steps`."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates."""
     eps: Annotated[float, Field(gt=0)] = 1e-8

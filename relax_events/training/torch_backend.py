@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from relax_events.algorithms.losses import Surrogate, clipped_surrogate, kl_estimate, num_units, token_weights
-from relax_events.config import RunConfig
+from relax_events.config import RunConfig, TrainerConfig
 from relax_events.errors import RunFailed
 from relax_events.events.types import SampleReady
 from relax_events.models.causal_lm import choose_device
@@ -101,9 +101,8 @@ class TorchBackend:
         except RunFailed:
             self._drop_accumulated()
             raise
-        trainer = self._config.trainer
-        learning_rate = trainer.learning_rate * min(1.0, (self.policy_version + 1) / max(1, trainer.warmup_steps))
-        self._flat.update(learning_rate=learning_rate, gradient_scale=min(1.0, trainer.max_grad_norm / (grad_norm + 1e-6)))
+        learning_rate = scheduled_learning_rate(self._config.trainer, step=self.policy_version, num_steps=self._config.run.num_steps)
+        self._flat.update(learning_rate=learning_rate, gradient_scale=min(1.0, self._config.trainer.max_grad_norm / (grad_norm + 1e-6)))
         self._micro_batches = []
         self.policy_version += 1
         return _figures(totals, mismatch_max=mismatch_max, grad_norm=grad_norm, learning_rate=learning_rate)
@@ -146,6 +145,21 @@ class TorchBackend:
             torch.set_rng_state(generators["rng.torch"].cpu())
         if "rng.cuda" in generators and self._model.device.type == "cuda":
             torch.cuda.set_rng_state(generators["rng.cuda"].cpu(), self._model.device)
+
+
+def scheduled_learning_rate(trainer: TrainerConfig, *, step: int, num_steps: int) -> float:
+    """Return the learning rate of a step.
+
+    Args:
+        trainer: Peak rate, warm-up and schedule.
+        step: From 0.
+        num_steps: Steps of the run; later steps, of a run that was extended, go on at the last rate.
+    """
+    warmup = min(1.0, (step + 1) / max(1, trainer.warmup_steps))
+    if trainer.schedule == "constant":
+        return trainer.learning_rate * warmup
+    left = (num_steps - min(step, num_steps - 1)) / max(1, num_steps - trainer.warmup_steps)
+    return trainer.learning_rate * min(warmup, left)
 
 
 def make_deterministic(device: torch.device, *, threads: int) -> None:

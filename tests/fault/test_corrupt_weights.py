@@ -1,0 +1,55 @@
+"""A published artifact is altered before the engine has read it: it is refused whole, and the next version heals the run."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+from harness import FaultRun, assert_books_balance
+
+from relax_events.events.codec import EventCodec
+from relax_events.events.types import SampleRolledOut
+
+STEPS = 24
+
+
+def publish_behind_the_engines_back(run: FaultRun) -> tuple[int, int]:
+    """Stop rollout and let the trainer publish, then stop it too; return the versions in the engine and on the log."""
+    while True:
+        run.until_steps(run.state.num_steps + 1)
+        run.signal(signal.SIGSTOP, "rollout-0")
+        before = run.state.policy_version
+        run.follow_for(1.5)
+        run.signal(signal.SIGSTOP, "trainer-0")
+        run.follow_for(0.5)
+        serving = run.logged("rollout-0", "weights.loaded")[-1]["policy_version"]
+        published = run.state.policy_version
+        if serving <= before < published <= serving + run.config.run.max_staleness:
+            return serving, published
+        run.signal(signal.SIGCONT, "rollout-0", "trainer-0")
+
+
+def test_engine_refuses_an_altered_artifact_and_recovers_with_the_next_version(start_run: Callable[..., FaultRun]) -> None:
+    run = start_run(run={"num_steps": STEPS})
+    run.start()
+    run.until_steps(2)
+    serving, altered = publish_behind_the_engines_back(run)
+    (file,) = (run.folder / "objects" / "weights" / f"{altered:08d}").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    run.signal(signal.SIGCONT, "rollout-0", "trainer-0")
+
+    run.until(lambda: bool(run.logged("rollout-0", "weights.refused")), "the engine refuses the version")
+    run.until(lambda: run.logged("rollout-0", "weights.loaded")[-1]["policy_version"] > altered, "the engine loads a newer version")
+    assert run.until_ended(run.process) == 0
+    assert_books_balance(run)
+    refused = run.logged("rollout-0", "weights.refused")
+    assert {(line["policy_version"], line["serving"]) for line in refused} == {(altered, serving)}
+    assert f"{altered:08d}" in refused[0]["error"]
+    assert "SHA-256" in refused[0]["error"]
+    assert len(run.logged("rollout-0", "worker.started")) == 1
+    events = [EventCodec().decode(record.value) for record in run.records("rollout.samples", num_partitions=run.plan.num_sample_partitions)]
+    versions = {segment.policy_version for event in events if isinstance(event, SampleRolledOut) for segment in event.version_segments}
+    assert altered not in versions
+    assert {serving, STEPS - 1} <= versions

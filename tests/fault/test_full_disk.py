@@ -1,0 +1,74 @@
+"""The object store's disk fills up: the trainer says so and is started again until there is room."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from harness import FaultRun, assert_books_balance
+
+NO_SPACE, TOO_LARGE = "No space left on device", "File too large"
+
+
+class SmallDisk:
+    """A file system of a few megabytes, or, where this process may not mount one, a limit on the size of the trainer's files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._filler = folder, folder / "filler"
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True, check=False)
+        self.is_mounted = mounted.returncode == 0
+
+    @property
+    def complaint(self) -> str:
+        """What the operating system says when it is full."""
+        return NO_SPACE if self.is_mounted else TOO_LARGE
+
+    def fill(self, run: FaultRun) -> None:
+        """Leave no room for the next weights."""
+        if self.is_mounted:
+            subprocess.run(["dd", "if=/dev/zero", f"of={self._filler}", "bs=4096"], check=False, capture_output=True)
+        else:
+            largest = max(path.stat().st_size for path in self.folder.glob("weights/*/*.safetensors"))
+            resource.prlimit(run.pid("trainer-0"), resource.RLIMIT_FSIZE, (largest - 1, resource.RLIM_INFINITY))
+
+    def free(self) -> None:
+        """Make room again; the trainer's limit went with its process."""
+        self._filler.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Take the file system away."""
+        if self.is_mounted:
+            subprocess.run(["umount", "--lazy", self.folder], check=True, capture_output=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    """Give an empty disk for the object store."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    opened = SmallDisk(folder)
+    yield opened
+    opened.close()
+
+
+def test_trainer_says_that_the_disk_is_full_and_goes_on_when_there_is_room(start_run: Callable[..., FaultRun], disk: SmallDisk) -> None:
+    run = start_run(run={"num_steps": 16}, objects={"uri": disk.folder.as_uri()})
+    run.start()
+    run.until_steps(4)
+    disk.fill(run)
+    run.until(lambda: bool(run.logged("run", "worker.died")), "the trainer gives up")
+    full_at = run.state.num_steps
+    log = (run.folder / "logs" / "trainer-0.log").read_text()
+    disk.free()
+    (complaint,) = {line for line in log.splitlines() if line.startswith("error: ")}
+    assert disk.complaint in complaint
+    assert str(disk.folder) in complaint, "it names the place that is full"
+    assert "Traceback" not in log
+
+    run.until_steps(full_at + 2)
+    assert run.until_ended(run.process) == 0
+    assert assert_books_balance(run)["rollouts_regenerated"] == 0
+    assert {line["worker_id"] for line in run.logged("run", "worker.died")} == {"trainer-0"}, "a full disk is the trainer's trouble alone"

@@ -1,0 +1,27 @@
+"""The learning rate along a run, by hand."""
+
+import pytest
+
+from relax_events.config import TrainerConfig
+from relax_events.training.torch_backend import scheduled_learning_rate
+
+
+def rates(schedule: str, warmup_steps: int, steps: range, num_steps: int = 10) -> list[float]:
+    trainer = TrainerConfig(learning_rate=1.0, warmup_steps=warmup_steps, schedule=schedule)
+    return [scheduled_learning_rate(trainer, step=step, num_steps=num_steps) for step in steps]
+
+
+def test_constant_stays_at_the_peak_after_the_warm_up():
+    assert rates("constant", 4, range(6)) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_linear_falls_from_the_end_of_the_warm_up_to_one_step_before_zero():
+    assert rates("linear", 2, range(10)) == pytest.approx([0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
+
+
+def test_linear_keeps_the_last_rate_in_a_run_that_is_trained_longer():
+    assert rates("linear", 0, range(9, 12)) == pytest.approx([0.1, 0.1, 0.1])
+
+
+def test_linear_is_never_above_the_peak_when_the_warm_up_is_the_whole_run():
+    assert max(rates("linear", 10, range(10))) <= 1.0
