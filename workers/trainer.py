@@ -154,7 +154,7 @@ class TrainLoop:
         share = StepShare(self._ranks.rank)
         batcher = MicroBatcher(max_tokens=self._config.trainer.max_tokens_per_micro_batch)
         placed: dict[str, PlacedSample] = {}
-        self._phases = Phases()
+        self._phases = self._phases.successor()
         remaining = self._config.run.groups_per_step
         self._assembler.advance(version)
         while remaining:
