@@ -335,7 +335,9 @@ class RolloutLoop:
     def _load_newest(self) -> None:
         """Load the newest version when it is this engine's turn to; an artifact that fails its check is tried again."""
         newest = self._worker.control.latest
-        if newest is None or newest.policy_version <= self._engine.policy_version or time.monotonic() < self._reload_after:
+        if newest is None or newest.policy_version <= self._engine.policy_version:
+            return
+        if newest.policy_version == self._refused_version and time.monotonic() < self._reload_after:
             return
         mode = self._config.run.on_new_version
         if mode == "finish" and self._engine.num_running:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,12 +14,13 @@ from relax_events.broker.connection import Connection, error_of, translate
 from relax_events.broker.consumer import LogReader
 from relax_events.broker.producer import enqueue
 from relax_events.broker.records import OutRecord
-from relax_events.errors import BrokerError, BrokerRefused, Fenced
+from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable, Fenced
 from relax_events.events.types import TopicOffset
 
 log = structlog.get_logger()
 
 TRANSACTION_SECONDS = 20  # an abandoned transaction hides plain records behind it for this long
+OFFSETS_SECONDS = 4.0
 ATTEMPTS = 5
 
 
@@ -91,8 +94,7 @@ class TransactionalWriter:
             for record in records:
                 enqueue(producer, record, lambda error, _: failures.append(error) if error else None)
             if offsets and reader is not None:
-                partitions = [TopicPartition(offset.topic, offset.partition, offset.offset) for offset in offsets]
-                producer.send_offsets_to_transaction(partitions, reader.group_metadata(), TRANSACTION_SECONDS)
+                _add_offsets(producer, offsets, reader)
             producer.commit_transaction(TRANSACTION_SECONDS)
         except KafkaException as exception:
             raise translate(error_of(exception), "committing a transaction") from exception
@@ -113,3 +115,33 @@ class TransactionalWriter:
     def close(self) -> None:
         """Leave nothing open."""
         self._producer.purge()
+
+
+def _add_offsets(producer: Any, offsets: Sequence[TopicOffset], reader: LogReader) -> None:
+    """Add offsets to the open transaction, within a deadline of our own.
+
+    The client's timeout is not kept (librdkafka, issue 5456): when the coordinator has just come back the call may never
+    return. So a thread makes it, and is left behind at the deadline with its producer, which the next one fences.
+
+    Raises:
+        BrokerUnavailable: The coordinator did not answer in time.
+    """
+    partitions = [TopicPartition(offset.topic, offset.partition, offset.offset) for offset in offsets]
+    metadata = reader.group_metadata()
+    answer: queue.SimpleQueue[KafkaException | None] = queue.SimpleQueue()
+
+    def call() -> None:
+        try:
+            producer.send_offsets_to_transaction(partitions, metadata, OFFSETS_SECONDS)
+        except KafkaException as exception:
+            answer.put(exception)
+        else:
+            answer.put(None)
+
+    threading.Thread(target=call, name="transaction-offsets", daemon=True).start()
+    try:
+        failure = answer.get(timeout=OFFSETS_SECONDS + 1)
+    except queue.Empty:
+        raise BrokerUnavailable(f"adding offsets to a transaction: no answer within {OFFSETS_SECONDS + 1:g} s") from None
+    if failure is not None:
+        raise failure
