@@ -25,6 +25,8 @@ from relax_events.errors import BrokerRefused, BrokerUnavailable
 from relax_events.topics.plan import TopicSpec
 
 VISIBLE_EVERY_SECONDS = 0.02
+LEADER_CHANGE_SECONDS = 0.2
+ASK_SECONDS = 3.0  # a request that was under way when the broker died is not answered, and not repeated by the client
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,24 +124,28 @@ class Admin:
     def end_offsets(self, places: Iterable[tuple[str, int]]) -> dict[tuple[str, int], int]:
         """Return the next offset of each (topic, partition).
 
-        A broker that has just come back refuses what we knew of its partitions; it is asked again until the request timeout.
+        A broker that has come back refuses what the client remembers of its partitions, and the client does not learn: a new one
+        asks, until the request timeout.
         """
         asked = {TopicPartition(topic, partition): OffsetSpec.latest() for topic, partition in places}
         deadline = Deadline(self._timeout_seconds)
         while asked:
             try:
-                return self._ask_for_ends(asked)
+                return self._ask_for_ends(asked, timeout_seconds=min(ASK_SECONDS, deadline.remaining_seconds + LEADER_CHANGE_SECONDS))
             except BrokerUnavailable:
                 if deadline.passed:
                     raise
-                self.ping(timeout_seconds=self._timeout_seconds)  # brings the partitions' leaders up to date
+                time.sleep(LEADER_CHANGE_SECONDS)
+                self._client = AdminClient(self._connection.settings())
         return {}
 
-    def _ask_for_ends(self, asked: dict[TopicPartition, OffsetSpec]) -> dict[tuple[str, int], int]:
-        futures = self._client.list_offsets(asked, request_timeout=self._timeout_seconds)
-        return {
-            (p.topic, p.partition): self._result(future, f"asking for the end of {p.topic}[{p.partition}]").offset for p, future in futures.items()
-        }
+    def _ask_for_ends(self, asked: dict[TopicPartition, OffsetSpec], *, timeout_seconds: float) -> dict[tuple[str, int], int]:
+        futures = self._client.list_offsets(asked, request_timeout=timeout_seconds)
+        ends = {}
+        for place, future in futures.items():
+            what = f"asking for the end of {place.topic}[{place.partition}]"
+            ends[place.topic, place.partition] = self._result(future, what, timeout_seconds=timeout_seconds).offset
+        return ends
 
     def committed(self, consumer_group: str, places: Iterable[tuple[str, int]]) -> dict[tuple[str, int], int]:
         """Return the group's committed offsets at these (topic, partition); where it never committed there is none.
@@ -160,9 +166,9 @@ class Admin:
         while self._asking:
             self._asking.popitem()[1].close()
 
-    def _result(self, future: Future[Any], what: str, *, ignore: int | None = None) -> Any:
+    def _result(self, future: Future[Any], what: str, *, ignore: int | None = None, timeout_seconds: float | None = None) -> Any:
         try:
-            return future.result(self._timeout_seconds)
+            return future.result(timeout_seconds or self._timeout_seconds)
         except KafkaException as exception:
             error = error_of(exception)
             if error.code() == ignore:
@@ -171,4 +177,4 @@ class Admin:
                 raise BrokerRefused(f"{what}: {error.str()}; set broker.replication_factor to the number of brokers or less") from exception
             raise translate(error, what) from exception
         except TimeoutError:
-            raise BrokerUnavailable(f"{what}: no answer within {self._timeout_seconds:g} s") from None
+            raise BrokerUnavailable(f"{what}: no answer within {timeout_seconds or self._timeout_seconds:g} s") from None

@@ -31,7 +31,7 @@ UNAVAILABLE = {
     KafkaError.LEADER_NOT_AVAILABLE,
     KafkaError.NOT_LEADER_FOR_PARTITION,
     KafkaError.NETWORK_EXCEPTION,
-    KafkaError._NOENT,  # noqa: SLF001  no leader is known, as when the broker has just come back
+    KafkaError._NOENT,  # no leader is known, as when the broker has just come back
     KafkaError.FENCED_LEADER_EPOCH,
     KafkaError.UNKNOWN_LEADER_EPOCH,
 }

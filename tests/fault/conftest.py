@@ -14,7 +14,7 @@ from harness import FaultRun, command, environment
 from relax_events.broker.embedded import EmbeddedBroker
 from relax_events.config import RunConfig
 
-TEST_SECONDS = 600
+TEST_SECONDS = 240
 PROMPTS = [f"spell {word} backwards" for word in ("tea", "milk", "juice", "water", "coffee", "lemon", "cocoa", "cider")]
 # Spread over many values, so that nearly every prompt group of a random model has something to learn from, and the same wherever it is computed.
 # Slowly, for tests that need time within a run on a machine of any speed.

@@ -113,7 +113,7 @@ def test_committed_step_is_on_the_log_whole(worker: Worker, open_committer: Call
     assert [event.policy_version for event in history.published] == [0, 1]
     consumed = {(offset.topic, offset.partition): offset.offset for offset in share.consumed}
     assert history.positions() == {partition: offset for (_, partition), offset in consumed.items()}
-    turn_until(lambda: admin.committed(worker.plan.consumer_group("trainer")) == consumed)
+    turn_until(lambda: admin.committed(worker.plan.consumer_group("trainer"), consumed) == consumed)
 
 
 def test_published_version_carries_where_its_records_begin(

@@ -54,7 +54,7 @@ def test_commit_makes_records_of_several_topics_and_offsets_real_together(
     writer.commit([OutRecord(steps, b"step 0"), OutRecord(outcomes, b"a"), OutRecord(outcomes, b"b")], offsets=offsets, reader=reader)
     expect(connection, steps, [b"step 0"])
     expect(connection, outcomes, [b"a", b"b"])
-    turn_until(lambda: admin.committed(f"{run_id}.trainer") == {(source, 0): 17, (source, 1): 4})
+    turn_until(lambda: admin.committed(f"{run_id}.trainer", [(source, 0), (source, 1)]) == {(source, 0): 17, (source, 1): 4})
     reader.close()
 
 

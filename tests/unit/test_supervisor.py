@@ -10,7 +10,7 @@ import pytest
 
 from relax_events.config import RunConfig
 from relax_events.control.supervisor import Supervisor
-from relax_events.errors import ConfigError, RelaxError, RunFailed, SchemaError
+from relax_events.errors import ConfigError, Fenced, RelaxError, RunFailed, SchemaError
 
 MakeRunConfig = Callable[..., RunConfig]
 NO_RESTART = {"max_restarts": 0}
@@ -55,3 +55,34 @@ def test_run_ends_as_its_worker_did_where_a_restart_would_not_help(
     supervisor = ended(make_run_config(workers=NO_RESTART), tmp_path, code)
     with pytest.raises(error, match=rf"controller-0 ended with exit code {code}; the end of .*controller-0.log:\nerror: the reason"):
         supervisor.tend()
+
+
+def test_worker_that_died_is_started_again(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
+    supervisor = ended(make_run_config(), tmp_path, 1)
+    supervisor.tend()
+    assert supervisor.num_restarts == len(supervisor._processes)
+    assert {managed.process for managed in supervisor._processes.values()} == {None}
+    assert supervisor.fenced == {}
+
+
+def test_worker_that_drained_is_started_again_a_moment_later_and_without_alarm(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
+    supervisor = ended(make_run_config(), tmp_path, 0)
+    supervisor.tend()
+    supervisor.tend()
+    assert {managed.process for managed in supervisor._processes.values()} == {None}, "the run may be ending: its command reaches workers first"
+    assert supervisor.num_restarts == 0
+
+
+def test_fenced_worker_stays_down_until_it_is_revived(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
+    supervisor = ended(make_run_config(), tmp_path, Fenced.exit_code)
+    trainer = supervisor._processes["trainer-0"]
+    assert trainer.process is not None
+    pid = trainer.process.pid
+    supervisor.tend()
+    supervisor.tend()
+    assert (trainer.process, supervisor.fenced["trainer-0"]) == (None, pid)
+    supervisor.revive("trainer-0")
+    supervisor.tend()
+    assert trainer.process is not None
+    trainer.process.wait(30)
+    assert "trainer-0" not in supervisor.fenced
