@@ -17,6 +17,7 @@ def publish_behind_the_engines_back(run: FaultRun) -> tuple[int, int]:
     """Stop rollout and let the trainer publish, then stop it too; return the versions in the engine and on the log."""
     while True:
         run.until_steps(run.state.num_steps + 1)
+        run.until(lambda: run.logged("rollout-0", "weights.loaded")[-1]["policy_version"] >= run.state.policy_version, "the engine has the newest")
         run.signal(signal.SIGSTOP, "rollout-0")
         before = run.state.policy_version
         run.follow_for(1.5)
