@@ -116,7 +116,7 @@ def test_commit_outlives_the_member_when_nobody_waited_for_it(
     fetch_until(consumer, lambda records: len(records) == 3)
     consumer.commit([TopicOffset(topic, 0, 2)])
     consumer.close()
-    assert admin.committed(group) == {(topic, 0): 2}
+    assert admin.committed(group, [(topic, 0)]) == {(topic, 0): 2}
 
 
 def test_seek_passes_stale_records_without_reading_them(
