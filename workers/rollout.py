@@ -13,7 +13,6 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from typing import Any
 
 import numpy as np
@@ -24,10 +23,11 @@ from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
-from relax_events.errors import ConfigError, CorruptRecord, ObjectError, PoisonSample, WeightsError
+from relax_events.errors import CorruptRecord, ObjectError, PoisonSample, WeightsError
 from relax_events.events.types import Event, FinishReason, Outcome, PolicyVersionPublished, PromptGroupIssued, SampleRolledOut
 from relax_events.pipeline.validation import check_issued
 from relax_events.pipeline.worker import Worker
+from relax_events.plugins import ENGINES, find_plugin
 from relax_events.weights.transport import StoreTransport, WeightsTransport
 from workers.opening import open_store, open_worker
 
@@ -85,10 +85,8 @@ def open_engine(config: RunConfig) -> Engine:
     Raises:
         ConfigError: No engine of that name is installed.
     """
-    engines = {entry.name: entry for entry in entry_points(group="relax_events.engines")}
-    if config.engine.name not in engines:
-        raise ConfigError(f"engine.name = {config.engine.name!r} is not installed; installed are {', '.join(sorted(engines))}")
-    engine: Engine = engines[config.engine.name].load()(config.model.path, config=config.engine, model=config.model)
+    plugin = find_plugin(ENGINES, config.engine.name, what=f"engine.name = {config.engine.name!r}")
+    engine: Engine = plugin.load()(config.model.path, config=config.engine, model=config.model)
     return engine
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from typing import Any
 
 import numpy as np
@@ -23,11 +22,12 @@ import structlog
 from relax_events.broker.consumer import LogReader
 from relax_events.broker.records import Record
 from relax_events.config import RunConfig
-from relax_events.errors import ConfigError, CorruptRecord, PoisonSample
+from relax_events.errors import CorruptRecord, PoisonSample
 from relax_events.events.types import CheckpointRef, PromptGroupEnded, SampleReady, TrainStepCommitted
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.validation import check_ready
 from relax_events.pipeline.worker import Worker
+from relax_events.plugins import TRAINER_BACKENDS, find_plugin
 from relax_events.policy import IssuedGroup, ReadyGroup, select_groups
 from relax_events.training.assembly import GroupAssembler, PlacedSample
 from relax_events.training.checkpoints import Checkpoints
@@ -67,10 +67,8 @@ def open_backend(config: RunConfig, ranks: Ranks) -> TrainerBackend:
     Raises:
         ConfigError: No backend of that name is installed.
     """
-    backends = {entry.name: entry for entry in entry_points(group="relax_events.trainer_backends")}
-    if config.trainer.backend not in backends:
-        raise ConfigError(f"trainer.backend = {config.trainer.backend!r} is not installed; installed are {', '.join(sorted(backends))}")
-    backend: TrainerBackend = backends[config.trainer.backend].load()(config, ranks=ranks)
+    plugin = find_plugin(TRAINER_BACKENDS, config.trainer.backend, what=f"trainer.backend = {config.trainer.backend!r}")
+    backend: TrainerBackend = plugin.load()(config, ranks=ranks)
     return backend
 
 
@@ -93,7 +91,7 @@ class TrainLoop:
     def run(self) -> None:
         """Recover, then train until the goal or the drain."""
         worker = self._worker
-        self._committer = StepCommitter(worker, self._store, self._reader) if self._ranks.rank == 0 else None
+        self._committer = StepCommitter(worker, self._reader) if self._ranks.rank == 0 else None
         self._ranks.all_gather_bytes(b"")  # only now is an earlier trainer fenced, and the history the same for all ranks
         history = self._recover()
         worker.follow()

@@ -95,9 +95,9 @@ class Admin:
 
     def _await_visible(self, names: set[str]) -> None:
         """Ask until all topics are shown: the controller answers a few milliseconds before the brokers know, and they tell nobody."""
-        deadline = time.monotonic() + self._timeout_seconds
+        deadline = Deadline(self._timeout_seconds)
         while missing := names - self._client.list_topics(timeout=self._timeout_seconds).topics.keys():
-            if time.monotonic() > deadline:
+            if deadline.passed:
                 text = f"topic {min(missing)} was created but is not shown after {self._timeout_seconds:g} s; see that all brokers run"
                 raise BrokerUnavailable(text)
             time.sleep(VISIBLE_EVERY_SECONDS)

@@ -79,13 +79,13 @@ class Fetching:
 
         A partition that was just made, or whose leader is changing, is asked again until the request timeout.
         """
-        deadline = time.monotonic() + self._timeout_seconds
+        deadline = Deadline(self._timeout_seconds)
         while True:
             try:
                 low, high = self._consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=self._timeout_seconds)
             except KafkaException as exception:
                 error = translate(error_of(exception), f"asking for the ends of {topic}[{partition}]")
-                if not isinstance(error, BrokerUnavailable) or time.monotonic() > deadline:
+                if not isinstance(error, BrokerUnavailable) or deadline.passed:
                     raise error from exception
                 time.sleep(LEADER_CHANGE_SECONDS)
             else:

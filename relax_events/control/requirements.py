@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import importlib.util
 import socket
-from importlib.metadata import entry_points
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError, EnvironmentProblem
+from relax_events.plugins import ENGINES, ROLES, TRAINER_BACKENDS, find_plugin
 
 MODEL_PACKAGES = ("torch", "transformers", "safetensors")
 MODEL_FILES = ("config.json", "tokenizer_config.json")
@@ -21,13 +21,10 @@ def require_roles(config: RunConfig) -> str:
     Raises:
         ConfigError: One is not; the text names its key and those that are.
     """
-    wanted = [("relax_events.roles", role, f"role {role!r}") for role in config.roles()]
-    wanted.append(("relax_events.engines", config.engine.name, f"engine.name = {config.engine.name!r}"))
-    wanted.append(("relax_events.trainer_backends", config.trainer.backend, f"trainer.backend = {config.trainer.backend!r}"))
-    for group, name, what in wanted:
-        installed = {entry.name for entry in entry_points(group=group)}
-        if name not in installed:
-            raise ConfigError(f"{what} is not installed; installed are {', '.join(sorted(installed))}")
+    for role in config.roles():
+        find_plugin(ROLES, role, what=f"role {role!r}")
+    find_plugin(ENGINES, config.engine.name, what=f"engine.name = {config.engine.name!r}")
+    find_plugin(TRAINER_BACKENDS, config.trainer.backend, what=f"trainer.backend = {config.trainer.backend!r}")
     return ", ".join(f"{role} x {count}" for role, count in config.roles().items())
 
 

@@ -90,14 +90,6 @@ class Supervisor:
         for managed in self._processes.values():
             self._spawn(managed)
 
-    def add(self, role: str) -> str:
-        """Start one more worker of a role; return its id."""
-        index = sum(1 for name in self._processes if name.rpartition("-")[0] == role)
-        place = len(self._processes) + self._config.trainer.ranks - 1  # the trainer comes last in the plan, and takes a port for each rank
-        managed = self._processes[f"{role}-{index}"] = self._process(role, index, place=place)
-        self._spawn(managed)
-        return managed.worker_id
-
     def _spawn(self, managed: ManagedProcess) -> None:
         managed.starts = [*managed.starts[-50:], time.monotonic()]
         environment = worker_environment() | {"RELAX_TELEMETRY__METRICS_PORT": str(managed.metrics_port)}
@@ -153,11 +145,6 @@ class Supervisor:
         if managed is not None and managed.process is not None and managed.is_running:
             log.warning("worker.killed", worker_id=worker_id)
             signal_group(managed.process, signal.SIGKILL)
-
-    @property
-    def all_ended(self) -> bool:
-        """Whether no process lives."""
-        return not any(managed.is_running for managed in self._processes.values())
 
     def stop(self, *, timeout_seconds: float, tick: Callable[[], None] = lambda: None) -> None:
         """Ask all to drain, wait, and kill what is left at the deadline."""

@@ -20,7 +20,6 @@ from relax_events.events.types import (
     TopicOffset,
     TrainStepCommitted,
 )
-from relax_events.objects import ObjectStore
 from relax_events.pipeline.worker import Worker
 from relax_events.policy import end_of
 from relax_events.training.history import TrainingHistory
@@ -35,8 +34,8 @@ class StepCommitter:
     Opening it fences every earlier trainer of the run: what a zombie writes afterwards is refused by the broker.
     """
 
-    def __init__(self, worker: Worker, store: ObjectStore, reader: LogReader) -> None:
-        self._worker, self._store, self._reader = worker, store, reader
+    def __init__(self, worker: Worker, reader: LogReader) -> None:
+        self._worker, self._reader = worker, reader
         self._admin = Admin(worker.connection)
         self._writer = TransactionalWriter(worker.connection, transactional_id=worker.plan.transactional_id("trainer"))
 

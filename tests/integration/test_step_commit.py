@@ -49,7 +49,7 @@ def open_committer(worker: Worker, store: ObjectStore) -> Iterator[Callable[[], 
 
     def make() -> StepCommitter:
         reader = LogReader(worker.connection, consumer_group=worker.plan.consumer_group("trainer"))
-        opened.extend([reader, StepCommitter(worker, store, reader)])
+        opened.extend([reader, StepCommitter(worker, reader)])
         found: StepCommitter = opened[-1]
         return found
 
