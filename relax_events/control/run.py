@@ -26,7 +26,7 @@ from relax_events.control.supervisor import Supervisor
 from relax_events.control.topics import apply_topics, consumer_lag
 from relax_events.errors import BrokerError, CheckFailed, RunFailed
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import Command, Event, RunCommanded, WorkerState, now_micros
+from relax_events.events.types import Command, Event, RunCommanded, now_micros
 from relax_events.pipeline.control import ControlFollower
 from relax_events.pipeline.drain import Drain
 from relax_events.telemetry.logs import configure_logs
@@ -144,12 +144,11 @@ class RunSession:
             self._show(admin, display, supervisor)
 
     def _revive_fenced(self, supervisor: Supervisor) -> None:
-        """Start a fenced worker again once no other process beats in its name."""
-        limit = now_micros() - int(self._config.workers.hung_seconds * 1e6)
-        for worker_id, pid in supervisor.fenced.items():
+        """Start a fenced worker again once nobody else does its work."""
+        for worker_id, fencing in supervisor.fenced.items():
             with self._lock:
                 beat = self._state.workers.get(worker_id)
-            if beat is None or beat.pid == pid or beat.state is WorkerState.STOPPED or beat.beat_at < limit:
+            if fencing.is_over(beat, now=now_micros(), hung_seconds=self._config.workers.hung_seconds):
                 supervisor.revive(worker_id)
 
     def _tend_broker(self, display: ProgressDisplay) -> None:

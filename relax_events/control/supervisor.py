@@ -16,13 +16,36 @@ import structlog
 from relax_events.config import RunConfig
 from relax_events.control.orphans import VARIABLE
 from relax_events.errors import ConfigError, Fenced, RunFailed, SchemaError
+from relax_events.events.types import WorkerBeat, WorkerState, now_micros
 
 log = structlog.get_logger()
 FATAL_CODES = {kind.exit_code: kind for kind in (ConfigError, SchemaError)}
 BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0)
 RESTART_WINDOW_SECONDS = 60.0
 AFTER_DRAIN_SECONDS = 1.0  # the command to stop may reach a worker before it reaches us
+AFTER_GOODBYE_SECONDS = 5.0  # the same, for a worker that is not ours to wait for
 LOG_TAIL_LINES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Fencing:
+    """When a process of ours ended because another instance took over its work."""
+
+    pid: int
+    fenced_at: int
+
+    def is_over(self, beat: WorkerBeat | None, *, now: int, hung_seconds: float) -> bool:
+        """Tell whether nobody does the work any more: the other instance said goodbye, or was silent for too long.
+
+        Args:
+            beat: The newest beat in the worker's name. One of our own process says nothing: it may be younger than the other's.
+            now: Microseconds since the epoch.
+            hung_seconds: After how much silence a worker counts as hung.
+        """
+        other = beat if beat is not None and beat.pid != self.pid else None
+        patience = AFTER_GOODBYE_SECONDS if other is not None and other.state is WorkerState.STOPPED else hung_seconds
+        heard_at = max(self.fenced_at, other.beat_at if other is not None else 0)
+        return now - heard_at > patience * 1e6
 
 
 @dataclass(slots=True)
@@ -36,7 +59,7 @@ class ManagedProcess:
     process: subprocess.Popen[bytes] | None = None
     start_after: float = 0.0
     starts: list[float] = field(default_factory=list)
-    fenced_pid: int | None = None
+    fenced: Fencing | None = None
 
     @property
     def is_running(self) -> bool:
@@ -109,11 +132,11 @@ class Supervisor:
         now = time.monotonic()
         for managed in self._processes.values():
             if managed.process is None:
-                if managed.fenced_pid is None and now >= managed.start_after:
+                if managed.fenced is None and now >= managed.start_after:
                     self._spawn(managed)
             elif (code := managed.process.poll()) == Fenced.exit_code:
                 log.warning("worker.fenced", worker_id=managed.worker_id, pid=managed.process.pid)
-                managed.fenced_pid, managed.process = managed.process.pid, None
+                managed.fenced, managed.process = Fencing(managed.process.pid, now_micros()), None
             elif code is not None:
                 self._note_end(managed, code)
 
@@ -131,13 +154,13 @@ class Supervisor:
         managed.process, managed.start_after = None, time.monotonic() + delay
 
     @property
-    def fenced(self) -> dict[str, int]:
-        """Workers whose work another instance took over, with the process ids that they had."""
-        return {name: managed.fenced_pid for name, managed in self._processes.items() if managed.fenced_pid is not None}
+    def fenced(self) -> dict[str, Fencing]:
+        """Workers whose work another instance took over."""
+        return {name: managed.fenced for name, managed in self._processes.items() if managed.fenced is not None}
 
     def revive(self, worker_id: str) -> None:
         """Let `tend` start a fenced worker again."""
-        self._processes[worker_id].fenced_pid = None
+        self._processes[worker_id].fenced = None
 
     def kill(self, worker_id: str) -> None:
         """Kill a hung worker; `tend` starts it again. Its leases and partitions are free at once."""

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from relax_events.config import RunConfig
-from relax_events.control.supervisor import Supervisor
+from relax_events.control.supervisor import Fencing, Supervisor
 from relax_events.errors import ConfigError, Fenced, RelaxError, RunFailed, SchemaError
+from relax_events.events.types import WorkerBeat, WorkerState
 
 MakeRunConfig = Callable[..., RunConfig]
 NO_RESTART = {"max_restarts": 0}
@@ -80,9 +81,46 @@ def test_fenced_worker_stays_down_until_it_is_revived(make_run_config: MakeRunCo
     pid = trainer.process.pid
     supervisor.tend()
     supervisor.tend()
-    assert (trainer.process, supervisor.fenced["trainer-0"]) == (None, pid)
+    assert (trainer.process, supervisor.fenced["trainer-0"].pid) == (None, pid)
     supervisor.revive("trainer-0")
     supervisor.tend()
     assert trainer.process is not None
     trainer.process.wait(30)
     assert "trainer-0" not in supervisor.fenced
+
+
+SECOND = 1_000_000
+FENCED_AT = 100 * SECOND
+OURS, OTHERS = 7, 8
+
+
+def beat(pid: int, *, beat_at: int, state: WorkerState = WorkerState.WORKING) -> WorkerBeat:
+    """Make a beat of one of two trainers."""
+    return WorkerBeat(
+        worker_id="trainer-0",
+        role="trainer",
+        host="here",
+        pid=pid,
+        state=state,
+        num_processed=0,
+        num_in_flight=0,
+        last_progress_at=beat_at,
+        beat_at=beat_at,
+    )
+
+
+@pytest.mark.parametrize(
+    ("newest", "over_after_seconds"),
+    [
+        (None, 60),
+        (beat(OURS, beat_at=FENCED_AT), 60),  # ours spoke last, woken up and not yet aware that it was fenced
+        (beat(OTHERS, beat_at=FENCED_AT - SECOND), 60),
+        (beat(OTHERS, beat_at=FENCED_AT + 30 * SECOND), 90),
+        (beat(OTHERS, beat_at=FENCED_AT + 30 * SECOND, state=WorkerState.STOPPED), 35),
+        (beat(OURS, beat_at=FENCED_AT, state=WorkerState.STOPPED), 60),
+    ],
+)
+def test_fencing_is_over_when_the_other_has_been_silent_for_long_or_said_goodbye(newest: WorkerBeat | None, over_after_seconds: int) -> None:
+    fencing = Fencing(OURS, FENCED_AT)
+    over = [fencing.is_over(newest, now=FENCED_AT + after * SECOND, hung_seconds=60.0) for after in (over_after_seconds, over_after_seconds + 1)]
+    assert over == [False, True]
