@@ -5,7 +5,7 @@ BIN := .venv/bin
 UV := $(BIN)/uv
 INSTALL := $(UV) pip install --compile-bytecode --quiet --python $(BIN)/python --no-deps
 
-.PHONY: help setup quickstart test test-fast lint lock bench clean
+.PHONY: help setup quickstart test test-fast faults soak lint lock bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -30,6 +30,17 @@ test: setup ## Run all tests
 test-fast: setup ## Run the tests that need no broker
 	$(BIN)/python -m pytest -q tests/unit tests/property
 
+faults: setup ## Run the whole fault matrix and all other long tests
+	$(BIN)/python -m pytest -q tests/fault
+	$(BIN)/python -m pytest -q -m long
+
+MINUTES ?= 5
+SEED ?= 0
+PATIENCE ?= 1
+SUMMARY ?= .relax/soak.json
+soak: setup ## Break runs at random: make soak MINUTES=60 SEED=1
+	PYTHONPATH=$(CURDIR)/tests $(BIN)/python tests/fault/soak.py --minutes $(MINUTES) --seed $(SEED) --patience $(PATIENCE) --summary $(SUMMARY)
+
 .venv/.lint: .venv/.ready requirements/lint.txt
 	$(INSTALL) --require-hashes -r requirements/lint.txt
 	touch $@
@@ -44,9 +55,10 @@ bench: setup ## Measure, paired, and write docs/benchmarks
 
 COMPILE := uv pip compile --quiet --universal --python-version 3.11 --no-emit-index-url --no-header --generate-hashes
 lock: ## Resolve the requirements anew
-	$(COMPILE) pyproject.toml requirements/build.in --extra model --extra tasks --extra test --override requirements/overrides.txt -o requirements/lock.txt
+	$(COMPILE) pyproject.toml requirements/build.in --extra model --extra tasks --extra registry --extra security --extra test --override requirements/overrides.txt -o requirements/lock.txt
 	$(COMPILE) pyproject.toml requirements/build.in --extra jdk --constraint requirements/lock.txt -o requirements/jdk.txt
 	$(COMPILE) pyproject.toml requirements/build.in --extra lint --constraint requirements/lock.txt -o requirements/lint.txt
+	$(COMPILE) pyproject.toml --extra bench --constraint requirements/lock.txt --override requirements/overrides.txt -o requirements/bench.txt
 
 clean: ## Delete what runs and tests leave; the virtual environment stays
 	rm -rf .relax .pytest_cache .hypothesis .mypy_cache .ruff_cache

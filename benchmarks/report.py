@@ -19,14 +19,49 @@ def machine() -> str:
     return f"{os.cpu_count()} cores of {model}, Python {platform.python_version()}"
 
 
-def write(name: str, *, title: str, question: str, command: str, rows: Sequence[Mapping[str, Any]], conclusion: str, data: Any = None) -> None:
-    """Write `<name>.json` and `<name>.md`, and print the latter."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    document = {"title": title, "machine": machine(), "command": command, "rows": list(rows), "conclusion": conclusion, "data": data}
-    (FOLDER / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+Rows = Sequence[Mapping[str, Any]]
+
+
+def write(
+    name: str,
+    *,
+    title: str,
+    question: str,
+    command: str,
+    conclusion: str,
+    rows: Rows = (),
+    tables: Mapping[str, Rows] | None = None,
+    data: Any = None,
+    folder: Path = FOLDER,
+) -> None:
+    """Write `<name>.json` and `<name>.md`, and print the latter.
+
+    Args:
+        name: Of the files.
+        title: Heading of the page.
+        question: What was measured, and how.
+        command: What measures it again.
+        conclusion: What the figures say.
+        rows: The one table, where there is one.
+        tables: Further tables by their headings.
+        data: What the tables were made from, for the JSON alone.
+        folder: Where the files go.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    named = {heading: list(table) for heading, table in (tables or {}).items()}
+    document = {"title": title, "machine": machine(), "command": command, "rows": list(rows), "tables": named, "conclusion": conclusion, "data": data}
+    (folder / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    parts = [f"# {title}", question, *([table_of(rows)] if rows else [])]
+    for heading, table in named.items():
+        parts += [f"## {heading}", table_of(table)]
+    parts += [*(["## What follows"] if named else []), conclusion, f"Machine: {machine()}. Command: `{command}`."]
+    text = "\n\n".join(parts) + "\n"
+    (folder / f"{name}.md").write_text(text)
+    print(text)
+
+
+def table_of(rows: Rows) -> str:
+    """Lay rows out as a Markdown table; the first row names the columns."""
     heads = list(rows[0])
     body = ["| " + " | ".join(str(row[head]) for head in heads) + " |" for row in rows]
-    table = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads), *body]
-    text = "\n".join([f"# {title}", "", question, "", *table, "", conclusion, "", f"Machine: {machine()}. Command: `{command}`.", ""])
-    (FOLDER / f"{name}.md").write_text(text)
-    print(text)
+    return "\n".join(["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads), *body])

@@ -13,7 +13,7 @@ from pydantic_core import PydanticUndefined
 
 from relax_events import errors
 from relax_events.config import RunConfig
-from relax_events.events.schemas import released_schemas
+from relax_events.events.schemas import current_schemas
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.topics import TopicPlan
 
@@ -68,8 +68,8 @@ def _one_line(text: str | None) -> str:
 
 def events_page() -> str:
     """Every Avro record."""
-    parts = ["# Events", "The Avro schemas in `schemas/` are the contract; each record on the log is one of these in single-object encoding."]
-    for name, schema in sorted(released_schemas().items()):
+    parts = ["# Events", "The Avro schemas in `schemas/` are the contract; each record on the log is one of these, behind its schema's fingerprint or registry id."]
+    for name, schema in sorted(current_schemas().items()):
         if schema["type"] != "record":
             continue
         rows = [f"| `{field['name']}` | {_type(field['type'])} | {_one_line(field['doc'])} |" for field in schema["fields"]]

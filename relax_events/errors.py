@@ -5,7 +5,8 @@ RelaxError                      exit with its `exit_code`; the text names the th
 ├── EnvironmentProblem          exit 2: this machine lacks something the run needs (Java, disk, a network)
 ├── BrokerError                 exit 3: the broker said no, or nothing
 │   ├── BrokerUnavailable       retry until the deadline, then exit 3
-│   ├── BrokerRefused           exit 4: authorisation, policy, or a request that the broker will never accept
+│   ├── BrokerRefused           exit 4: policy, or a request that the broker will never accept
+│   │   └── AccessDenied        exit 4: the broker does not let us in, or we have no right to what we asked for
 │   └── Fenced                  exit 7: another instance took over this role; stop at once, write nothing
 ├── SchemaError                 exit 5: writer and reader do not understand each other
 ├── CorruptRecord               dead-letter the record and go on
@@ -50,6 +51,10 @@ class BrokerRefused(BrokerError):
     """The broker answered no, and will again."""
 
     exit_code = 4
+
+
+class AccessDenied(BrokerRefused):
+    """The broker does not let this principal in, or not do this."""
 
 
 class Fenced(BrokerError):

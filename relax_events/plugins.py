@@ -1,8 +1,18 @@
-"""Roles, engines and trainer backends are entry points, so that nothing here knows them all and anyone can add one."""
+"""Roles, engines and trainer backends are entry points, so that nothing here knows them all and anyone can add one.
+
+An engine or a backend of one's own needs no package: `path/to/file.py:Class` names it as well.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+import sys
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from relax_events.errors import ConfigError
 
@@ -11,17 +21,69 @@ ENGINES = "relax_events.engines"
 TRAINER_BACKENDS = "relax_events.trainer_backends"
 
 
-def find_plugin(group: str, name: str, *, what: str) -> EntryPoint:
-    """Return an installed entry point, not loaded yet.
+@dataclass(frozen=True, slots=True)
+class FilePlugin:
+    """A class or function in a Python file, not loaded yet."""
+
+    path: Path
+    attribute: str
+    what: str
+
+    def load(self) -> Any:
+        """Run the file and return what it defines under the name.
+
+        Raises:
+            ConfigError: The file fails to load, or does not define it.
+        """
+        module = load_file(self.path, what=self.what)
+        found = getattr(module, self.attribute, None)
+        if not callable(found):
+            defined = [name for name, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__]
+            raise ConfigError(f"{self.what}: {self.path} has no class {self.attribute!r}, only {', '.join(defined) or 'none'}")
+        return found
+
+
+def find_plugin(group: str, name: str, *, what: str) -> EntryPoint | FilePlugin:
+    """Return an installed entry point, or the plugin of a file given as `path/to/file.py:Class`; neither is loaded yet.
 
     Args:
         group: One of the groups above.
         name: Of the plugin.
         what: How the error calls it, for example `engine.name = 'vroom'`.
     Raises:
-        ConfigError: None of that name is installed; the text lists those that are.
+        ConfigError: None of that name is installed; the text lists those that are. Or there is no such file.
     """
+    path, _, attribute = name.rpartition(":")
+    if path.endswith(".py") and attribute:
+        if not Path(path).is_file():
+            raise ConfigError(f"{what}: file {path} does not exist; give path/to/file.py:Class, or the name of an installed one")
+        return FilePlugin(Path(path), attribute, what)
     installed = {entry.name: entry for entry in entry_points(group=group)}
     if name not in installed:
         raise ConfigError(f"{what} is not installed; installed are {', '.join(sorted(installed))}")
     return installed[name]
+
+
+def load_file(path: Path, *, what: str) -> ModuleType:
+    """Run a user's Python file as a module of its own; the files beside it can be imported by it.
+
+    Args:
+        path: The file.
+        what: How the error calls it, for example `reward file`.
+    Raises:
+        ConfigError: The file is missing, not Python, or fails to load; the text says where.
+    """
+    name = f"relax_user_{path.stem}"
+    sys.path.append(str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{what} {path} is not a Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up by name
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise ConfigError(f"{what} {path} has a syntax error in line {error.lineno}: {error.msg}") from None
+    except Exception as error:  # The user's module may raise anything; this is the border to it.
+        raise ConfigError(f"{what} {path} failed to load: {type(error).__name__}: {error}") from error
+    return module

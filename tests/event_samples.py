@@ -13,6 +13,7 @@ from relax_events.events.types import (
     Outcome,
     PolicyVersionPublished,
     PromptGroupEnded,
+    PromptGroupIssued,
     SampleEvaluated,
     SampleReady,
     SampleRolledOut,
@@ -46,6 +47,23 @@ def _trajectory(group_id: str, index: int, *, version: int, of: int) -> dict[str
         "temperature": 1.0,
         "finish_reason": FinishReason.STOP,
     }
+
+
+def issued(group_id: str = "000000-0000-0", *, row: int = 7, of: int = 2) -> PromptGroupIssued:
+    """Make an issued prompt group."""
+    group = IssuedGroup.parse(group_id)
+    return PromptGroupIssued(
+        prompt_group_id=group_id,
+        train_step=group.place.train_step,
+        group_index=group.place.group_index,
+        attempt=group.attempt,
+        row=row,
+        required_policy_version=0,
+        samples_per_prompt=of,
+        messages=[ChatMessage.of_text("user", "say hi")],
+        seed=1,
+        issued_at=1,
+    )
 
 
 def rolled_out(group_id: str = "000000-0000-0", index: int = 0, *, version: int = 0, of: int = 2, **changes: Any) -> SampleRolledOut:

@@ -13,7 +13,7 @@ from relax_events.errors import PoisonSample
 from relax_events.events.types import Event, PolicyVersionPublished
 from relax_events.pipeline.map_role import MapRole
 from relax_events.pipeline.worker import Worker
-from relax_events.training.scoring import LogprobScorer
+from relax_events.training.protocol import Scorer
 from relax_events.weights.manifest import Weights
 from relax_events.weights.transport import StoreTransport, WeightsTransport
 from workers.evaluation import Evaluating, open_scorer
@@ -27,13 +27,13 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         scorer = open_scorer(worker)
         versions = VersionedWeights(worker, scorer, StoreTransport(store))
         evaluate = Evaluating(worker, scorer, evaluator="actor", topic="actor.logprobs", use_version=versions.use)
-        MapRole(worker, evaluate, listeners=(versions.note,)).run()
+        MapRole(worker, evaluate, max_tokens=config.trainer.max_tokens_per_micro_batch, listeners=(versions.note,)).run()
 
 
 class VersionedWeights:
     """Keeps the weights of the window's versions at hand and puts the wanted ones into the scorer."""
 
-    def __init__(self, worker: Worker, scorer: LogprobScorer, transport: WeightsTransport) -> None:
+    def __init__(self, worker: Worker, scorer: Scorer, transport: WeightsTransport) -> None:
         self._worker, self._scorer, self._transport = worker, scorer, transport
         self._published: dict[int, PolicyVersionPublished] = {}
         self._cached: OrderedDict[int, Weights] = OrderedDict()

@@ -30,10 +30,11 @@ from relax_events.events.types import (
     SampleScored,
     TopicOffset,
 )
+from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.join import GroupJoin, JoinedGroup
 from relax_events.pipeline.validation import check_sample
 from relax_events.pipeline.worker import Worker
-from relax_events.policy import IssuedGroup
+from relax_events.policy import IssuedGroup, is_guest
 from workers.opening import open_worker
 
 log = structlog.get_logger()
@@ -63,7 +64,7 @@ class AdvantageLoop:
         entities = ["rollout.samples", "reward.scores", *(EVALUATOR_TOPICS[name] for name in sorted(evaluators))]
         self._join = GroupJoin(evaluators=evaluators)
         self._committed: dict[tuple[str, int], int] = {}
-        self._version_changed = False
+        self._expiry_is_due = False
         self._consumer = GroupConsumer(
             worker.connection,
             consumer_group=worker.plan.consumer_group("advantage"),
@@ -79,8 +80,8 @@ class AdvantageLoop:
             records = self._consumer.fetch(1000, timeout_seconds=IDLE_SECONDS)
             if records:
                 self._process(records)
-            if self._version_changed:
-                self._version_changed = False
+            if self._expiry_is_due:
+                self._expiry_is_due = False
                 self._expire()
             worker.beats.num_in_flight = self._join.num_open
             worker.tick(working=bool(records))
@@ -90,11 +91,15 @@ class AdvantageLoop:
     def _process(self, records: list[Record]) -> None:
         started = time.monotonic()
         for record in records:
-            if self._worker.is_expired(record.policy_version) and record.topic != self._worker.plan.topic("rollout.samples"):
+            is_late = self._worker.is_expired(record.policy_version)
+            self._expiry_is_due |= is_late  # the trainer may be waiting for just this prompt group: then no version will come to expire it
+            if is_late and record.topic != self._worker.plan.topic("rollout.samples"):
                 self._join.pass_over(record)
             elif (group := self._take(record)) is not None:
                 self._finish(group)
+        failpoint("advantage.before_flush")
         self._worker.producer.flush()
+        failpoint("advantage.before_commit")
         self._commit()
         self._worker.finished(len(records), started)
 
@@ -128,6 +133,9 @@ class AdvantageLoop:
             return
         rewards = np.array([[group.scores[sample.sample_id].reward for sample in group.ordered_samples()]], np.float64)
         mean_reward = float(rewards.mean())
+        if is_guest(group.prompt_group_id):
+            self._end(group, Outcome.FILTERED, "guest: generated and scored, not trained", mean_reward=mean_reward)
+            return
         if self._worker.config.algorithm.filter_uniform_rewards and np.ptp(rewards) == 0:
             self._end(group, Outcome.FILTERED, "all rewards are equal", mean_reward=mean_reward)
             return
@@ -178,7 +186,7 @@ class AdvantageLoop:
 
     def _note(self, event: Event) -> None:
         if isinstance(event, PolicyVersionPublished):
-            self._version_changed = True
+            self._expiry_is_due = True
 
     def _expire(self) -> None:
         """Close what left the window. Half a generation is dropped in silence: its lease brings the prompt group back."""
@@ -197,6 +205,7 @@ class AdvantageLoop:
 
     def _give_back(self, offsets: list[TopicOffset], deadline: Deadline) -> None:
         self._commit(wait=deadline)
+        failpoint("advantage.handing_over")
         for offset in offsets:
             self._join.drop_partition(offset.topic, offset.partition)
             self._committed.pop((offset.topic, offset.partition), None)

@@ -11,9 +11,15 @@ import structlog
 
 from relax_events.config import RunConfig
 from relax_events.control.run_state import FOLLOWED, RunState
+from relax_events.control.topics.purger import Purger
+from relax_events.control.topics.retention import RetentionKeeper
 from relax_events.events.types import Command, Event, RunCommanded, WorkerState, now_micros
+from relax_events.pipeline.control import ControlFollower
+from relax_events.pipeline.description import describe, is_told
+from relax_events.pipeline.failpoints import failpoint
+from relax_events.pipeline.source_run import SourceRun
 from relax_events.pipeline.worker import Worker
-from workers.opening import open_worker
+from workers.opening import open_store, open_worker
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
@@ -33,17 +39,42 @@ class ControllerLoop:
         self._state = RunState()
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._restarted: dict[str, int] = {}
+        self._purger = Purger(self._config, worker.connection, open_store(self._config), worker.codec)
+        self._retention = RetentionKeeper(self._purger, self._config)
+        self._leader: RunState | None = None
+        self._leader_follower: ControlFollower | None = None
 
     def run(self) -> None:
         """Watch until the drain starts."""
         worker = self._worker
         worker.drain.on_start(lambda: self._inbox.put(None))
+        self._describe()
+        if self._config.is_replay and self._config.source.follow:
+            self._follow_leader()
         worker.follow(self._inbox.put)
         while not worker.drain.requested:
             self._take()
             self._judge()
             self._look_for_hung()
+            for entity, count in self._retention.tend().items():
+                worker.metrics.purged(entity, count)
             worker.tick(working=False)
+        self._purger.close()
+        if self._leader_follower is not None:
+            self._leader_follower.close()
+
+    def _describe(self) -> None:
+        """Tell the log what this run is, unless it knows."""
+        described = describe(self._config)
+        if not is_told(described, self._worker.control.history):
+            self._worker.producer.write([self._worker.outbound("control.commands", described)])
+
+    def _follow_leader(self) -> None:
+        """Watch the run whose steps our trainer follows: when it has ended, so shall we, once all is trained."""
+        source = SourceRun.read(self._worker.connection, self._config.source.run)
+        self._leader = RunState()
+        self._leader_follower = ControlFollower(self._worker.connection, source.plan, source.codec())
+        self._leader_follower.start(self._leader.note)
 
     def _take(self) -> None:
         try:
@@ -51,17 +82,21 @@ class ControllerLoop:
             while True:
                 if event is not None:
                     self._state.note(event)
+                    self._retention.note(event)
                 event = self._inbox.get_nowait()
         except queue.Empty:
             return
 
     def _judge(self) -> None:
         """End the run when it has reached its goal, or when nothing but failures come."""
-        run, state = self._config.run, self._state
+        run, state, num_steps = self._config.run, self._state, self._config.num_train_steps
         if state.ended is not None:
             return
-        if state.num_steps >= run.num_steps:
-            self._command(Command.STOP, reason=f"all {run.num_steps} train steps are committed", succeeded=True)
+        if state.num_steps >= num_steps:
+            self._command(Command.STOP, reason=f"all {num_steps} train steps are committed", succeeded=True)
+        elif self._leader is not None and self._leader.ended is not None and state.policy_version >= self._leader.policy_version:
+            done = f"all {state.num_steps} train steps of run {self._config.source.run} are trained"
+            self._command(Command.STOP, reason=f"{done}; it had ended: {self._leader.ended.reason}", succeeded=True)
         elif state.failed_in_a_row >= run.max_failed_groups:
             failed = f"{state.failed_in_a_row} prompt groups failed in a row (run.max_failed_groups)"
             self._command(Command.STOP, reason=f"{failed}; the last one: {state.last_failure}")
@@ -79,7 +114,9 @@ class ControllerLoop:
 
     def _command(self, command: Command, *, reason: str, role: str | None = None, worker_id: str | None = None, succeeded: bool = False) -> None:
         event = RunCommanded(command=command, role=role, worker_id=worker_id, reason=reason, succeeded=succeeded)
+        failpoint("controller.before_command")
         self._worker.producer.write([self._worker.outbound("control.commands", event)])
+        failpoint("controller.after_command")
         if command is Command.STOP:
             self._state.ended = event
         log.info("run.commanded", command=command, addressed_to=worker_id or role or "all", reason=reason, succeeded=succeeded)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from relax_events.broker.records import OutRecord
 from relax_events.events.types import SampleEvaluated, SampleRolledOut
 from relax_events.pipeline.worker import Worker
-from relax_events.training.scoring import LogprobScorer
+from relax_events.plugins import TRAINER_BACKENDS, find_plugin
+from relax_events.training.protocol import Scorer, TrainerBackend
 
 UseVersion = Callable[[int], int]
 
@@ -20,7 +21,7 @@ class Evaluating:
     version of those weights.
     """
 
-    def __init__(self, worker: Worker, scorer: LogprobScorer, *, evaluator: str, topic: str, use_version: UseVersion) -> None:
+    def __init__(self, worker: Worker, scorer: Scorer, *, evaluator: str, topic: str, use_version: UseVersion) -> None:
         self._worker, self._scorer, self._use_version = worker, scorer, use_version
         self._evaluator, self._topic = evaluator, topic
 
@@ -48,9 +49,12 @@ class Evaluating:
         return records
 
 
-def open_scorer(worker: Worker) -> LogprobScorer:
-    """Load the initial model for scoring."""
-    config = worker.config
-    return LogprobScorer(
-        config.model.path, model=config.model, threads=config.trainer.threads, max_tokens=config.trainer.max_tokens_per_micro_batch
-    )
+def open_scorer(worker: Worker) -> Scorer:
+    """Load the initial model for scoring, with the code of the run's trainer backend.
+
+    Raises:
+        ConfigError: No backend of that name is installed, or the model can't be loaded.
+    """
+    name = worker.config.trainer.backend
+    backend: type[TrainerBackend] = find_plugin(TRAINER_BACKENDS, name, what=f"trainer.backend = {name!r}").load()
+    return backend.open_scorer(worker.config)

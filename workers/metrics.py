@@ -11,6 +11,7 @@ import orjson
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.events.types import Event, MetricsReported, TrainStepCommitted
+from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.worker import Worker
 from workers.opening import open_worker
 
@@ -46,6 +47,7 @@ class MetricsLoop:
                 except queue.Empty:
                     event = None
                 if (line := self._line(event)) is not None:
+                    failpoint("metrics.before_write")
                     file.write(orjson.dumps(line) + b"\n")
                 worker.tick(working=event is not None)
 

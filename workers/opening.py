@@ -7,35 +7,39 @@ from collections.abc import Sequence
 from relax_events.config import RunConfig
 from relax_events.events.types import Event
 from relax_events.objects.claim_check import check_in, check_out
+from relax_events.objects.roots import AllowedRoots
 from relax_events.objects.store import ObjectStore
 from relax_events.pipeline.worker import Worker
 
 
 class StoreClaimCheck:
-    """The claim check over an object store."""
+    """The claim check over an object store; references that lead out of it are refused."""
 
-    def __init__(self, store: ObjectStore, *, inline_max_bytes: int) -> None:
+    def __init__(self, store: ObjectStore, *, inline_max_bytes: int, allowed_roots: Sequence[str] = ()) -> None:
         self._store, self._inline_max_bytes = store, inline_max_bytes
+        self._roots = AllowedRoots.of(store.uri(""), allowed_roots)
 
     def check_in(self, event: Event) -> Event:
         """Store arrays above the limit."""
         return check_in(event, self._store, inline_max_bytes=self._inline_max_bytes)
 
     def check_out(self, event: Event) -> Event:
-        """Fetch stored arrays."""
+        """Fetch stored arrays, once all media are found to lie where they may."""
+        self._roots.check(event)
         return check_out(event, self._store)
 
 
 def open_store(config: RunConfig) -> ObjectStore:
     """Open the run's object store."""
-    return ObjectStore.open(config.objects_uri)
+    return ObjectStore.open(config.objects_uri, moved_from=config.objects.moved_from)
 
 
 def open_worker(
     role: str, config: RunConfig, *, index: int, store: ObjectStore | None = None, follow: Sequence[str] = (), linger_ms: float | None = None
 ) -> Worker:
     """Make the worker of a role, draining on signals. Use it as a context manager."""
-    claim_check = StoreClaimCheck(store or open_store(config), inline_max_bytes=config.objects.inline_max_bytes)
+    opened, objects = store or open_store(config), config.objects
+    claim_check = StoreClaimCheck(opened, inline_max_bytes=objects.inline_max_bytes, allowed_roots=objects.allowed_roots)
     worker = Worker(role, config, claim_check=claim_check, index=index, follow=follow, linger_ms=linger_ms)
     worker.drain.listen_to_signals()
     return worker

@@ -19,10 +19,12 @@ from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
 from relax_events.data.sources import open_source
 from relax_events.data.stream import PromptStream
-from relax_events.errors import CorruptRecord, SchemaError
+from relax_events.errors import CorruptRecord, PoisonSample, SchemaError
 from relax_events.events.types import Event, Outcome, PolicyVersionPublished, PromptGroupEnded, PromptGroupIssued
+from relax_events.pipeline.failpoints import failpoint
+from relax_events.pipeline.validation import check_issued
 from relax_events.pipeline.worker import Worker
-from relax_events.policy import IssuedGroup, Place, admitted_steps, due_places, reissue_of
+from relax_events.policy import IssuedGroup, Place, admitted_steps, due_places, is_guest, reissue_of
 from relax_events.topics import shard_of
 from workers.opening import open_worker
 
@@ -45,8 +47,8 @@ class PrompterLoop:
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._issued: dict[str, IssuedGroup] = {}
         self._seats: set[Place] = set()
-        self._next_row = 0
-        self._next_step = 0
+        self._next_row = self._config.source.from_row
+        self._next_step = self._config.first_version
         # A record batch for each prompt group, so that a share consumer can lease one at a time.
         self._producer = RecordProducer(worker.connection, one_record_per_batch=True)
 
@@ -63,14 +65,16 @@ class PrompterLoop:
         self._producer.close()
 
     def _recover(self) -> None:
-        """Read back what was issued."""
-        reader = LogReader(self._worker.connection)
-        topic = self._worker.plan.topic("prompt.groups")
-        for record in reader.read_to_end([(topic, partition) for partition in range(self._worker.plan.queue_partitions)]):
-            with suppress(CorruptRecord, SchemaError):  # a stranger's record, which the rollout role keeps among its dead letters
+        """Read back what was issued, and of what retention has deleted from the queue that its seats were trained."""
+        reader, plan = LogReader(self._worker.connection), self._worker.plan
+        queue = [(plan.topic("prompt.groups"), partition) for partition in range(plan.queue_partitions)]
+        for record in reader.read_to_end([*queue, (plan.topic("control.group-outcomes"), 0)]):
+            with suppress(CorruptRecord, PoisonSample, SchemaError):  # a stranger's record, which the rollout role keeps among its dead letters
                 event = self._worker.codec.decode(record.value)
-                if isinstance(event, PromptGroupIssued):
+                if isinstance(event, PromptGroupIssued) and not is_guest(check_issued(event).prompt_group_id):
                     self._remember(IssuedGroup(Place(event.train_step, event.group_index), event.attempt, event.row))
+                elif isinstance(event, PromptGroupEnded) and event.outcome is Outcome.TRAINED:
+                    self._seats.add(Place(event.train_step, event.group_index))
         reader.close()
         if self._issued:
             log.info("prompts.recovered", num_prompt_groups=len(self._issued), next_row=self._next_row)
@@ -108,6 +112,7 @@ class PrompterLoop:
             return
         started = time.monotonic()
         self._producer.write(self._record(group) for group in groups)
+        failpoint("prompter.after_issue")
         for group in groups:
             self._remember(group)
         self._worker.finished(len(groups), started)

@@ -17,7 +17,8 @@ from relax_events.events.types import SampleRolledOut, SampleScored
 from relax_events.pipeline.map_role import MapRole
 from relax_events.pipeline.worker import Worker
 from relax_events.rewards.hub import Score
-from relax_events.rewards.pool import RewardItem, RewardPool
+from relax_events.rewards.pool import RewardPool
+from relax_events.rewards.scoring import as_scored, reward_item
 from workers.opening import open_worker
 
 log = structlog.get_logger()
@@ -40,34 +41,13 @@ class Scoring:
         return [self._record(sample, score) for sample, score in zip(samples, self._scores(samples), strict=True)]
 
     def _scores(self, samples: Sequence[SampleRolledOut]) -> list[SampleScored]:
-        items = [
-            RewardItem(
-                sample_id=sample.sample_id,
-                completion=sample.completion,
-                answer=sample.answer,
-                metadata=sample.metadata,
-                prompt="\n".join(message.text for message in sample.messages),
-            )
-            for sample in samples
-        ]
-        return [self._scored(sample, score) for sample, score in zip(samples, self._pool.score_batch(items), strict=True)]
+        results = self._pool.score_batch([reward_item(sample) for sample in samples])
+        return [self._scored(sample, result) for sample, result in zip(samples, results, strict=True)]
 
-    def _scored(self, sample: SampleRolledOut, score: Score | RewardError) -> SampleScored:
-        failure = score if isinstance(score, RewardError) else None
-        success = score if isinstance(score, Score) else Score(0.0, {}, 0.0)
-        if failure:
-            log.warning("sample.unscored", sample_id=sample.sample_id, error=str(failure))
-        return SampleScored(
-            sample_id=sample.sample_id,
-            prompt_group_id=sample.prompt_group_id,
-            policy_version=sample.policy_version,
-            reward=None if failure else success.reward,
-            components=success.components,
-            reward_name=self._pool.name,
-            reward_digest=self._pool.digest,
-            error=str(failure) if failure else None,
-            seconds=success.seconds,
-        )
+    def _scored(self, sample: SampleRolledOut, result: Score | RewardError) -> SampleScored:
+        if isinstance(result, RewardError):
+            log.warning("sample.unscored", sample_id=sample.sample_id, error=str(result))
+        return as_scored(sample, result, reward_name=self._pool.name, reward_digest=self._pool.digest)
 
     def _record(self, sample: SampleRolledOut, scored: SampleScored) -> OutRecord:
         return self._worker.sample_record("reward.scores", scored, prompt_group_id=sample.prompt_group_id, policy_version=sample.policy_version)

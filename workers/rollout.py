@@ -25,6 +25,7 @@ from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
 from relax_events.errors import CorruptRecord, ObjectError, PoisonSample, WeightsError
 from relax_events.events.types import Event, FinishReason, Outcome, PolicyVersionPublished, PromptGroupIssued, SampleRolledOut
+from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.validation import check_issued
 from relax_events.pipeline.worker import Worker
 from relax_events.plugins import ENGINES, find_plugin
@@ -113,7 +114,7 @@ class RolloutLoop:
     def run(self) -> None:
         """Work until the drain starts, finish what runs, release what waits."""
         worker = self._worker
-        worker.drain.on_start(lambda: self._inbox.put(None))
+        worker.drain.on_start(lambda: self._put(None))
         worker.follow(self._wake_on_version)
         leases = self._open_leases()
         try:
@@ -137,22 +138,29 @@ class RolloutLoop:
             group=plan.consumer_group("rollout"),
             topic=plan.topic("prompt.groups"),
             lanes=self._config.engine.max_prompt_groups,
-            on_lease=self._inbox.put,
+            on_lease=self._put,
         )
         return source
 
     def _turn(self) -> None:
+        self._take_leases(wait=False)
         self._load_newest()
         self._admit()
         busy = self._engine.num_running > 0
-        self._take_leases(wait=not busy)
         if busy:
             self._generate()
-        elif self._config.run.mode == "sync" and not self._waiting and not self._asleep:
-            self._engine.sleep()
-            self._asleep = True
+        else:
+            self._take_leases(wait=True)
+            if self._config.run.mode == "sync" and not self._waiting and not self._asleep:
+                self._engine.sleep()
+                self._asleep = True
         self._worker.beats.num_in_flight = len(self._running) + len(self._waiting)
         self._worker.tick(working=busy)
+
+    def _put(self, lease: Lease | None) -> None:
+        """Put a lease, or a reason to look around, into the inbox from any thread; an engine at work hands over to us at its next token."""
+        self._inbox.put(lease)
+        self._engine.interrupt()
 
     def _take_leases(self, *, wait: bool) -> None:
         """Take what lies in the inbox; with `wait`, wait for the first item (and wake up to beat)."""
@@ -266,6 +274,8 @@ class RolloutLoop:
             group.samples.append(sample)
             if group.is_complete:
                 finished.append(self._running.pop(sample.prompt_group_id))
+        if self._running:
+            failpoint("rollout.generating")
         if finished:
             self._write(finished, started)
 
@@ -277,7 +287,9 @@ class RolloutLoop:
             failure = [self._worker.tombstone(prompt_group_id, Outcome.FAILED, f"engine: {errors[0]}")] if errors else []
             for record in failure or self._records(group):
                 self._worker.producer.send(record)
+        failpoint("rollout.before_flush")
         self._worker.producer.flush()
+        failpoint("rollout.before_settle")
         for group in groups:
             self._written.append(group.issued.prompt_group_id)
             group.done()
@@ -342,6 +354,7 @@ class RolloutLoop:
             return
         try:
             weights = self._transport.fetch(newest)
+            failpoint("rollout.before_load")
             self._engine.load_weights(weights, on_running="swap" if mode == "swap" else "restart")
         except (WeightsError, ObjectError) as error:
             log.error("weights.refused", policy_version=newest.policy_version, serving=self._engine.policy_version, error=str(error))
@@ -361,4 +374,4 @@ class RolloutLoop:
 
     def _wake_on_version(self, event: Event) -> None:
         if isinstance(event, PolicyVersionPublished):
-            self._inbox.put(None)
+            self._put(None)

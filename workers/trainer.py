@@ -7,6 +7,8 @@
 Each rank reads the shards `shard mod ranks == rank` of every slot and waits for records; a round of small collectives
 tells how many prompt groups the ranks hold together, so that the step ends at the exact count. Offsets become real with
 the step that used their records. After a crash the recorded steps since the last checkpoint are trained again.
+
+A replay (`source.run`) has no samples of its own: it waits for the steps that its source committed and trains their batches.
 """
 
 from __future__ import annotations
@@ -15,17 +17,18 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import orjson
 import structlog
 
 from relax_events.broker.consumer import LogReader
 from relax_events.broker.records import Record
 from relax_events.config import RunConfig
-from relax_events.errors import CorruptRecord, PoisonSample
+from relax_events.errors import ConfigError, CorruptRecord, PoisonSample
 from relax_events.events.types import CheckpointRef, PromptGroupEnded, SampleReady, TrainStepCommitted
 from relax_events.objects import ObjectStore
-from relax_events.pipeline.validation import check_ready
+from relax_events.pipeline.failpoints import failpoint
+from relax_events.pipeline.source_run import SourceRun
+from relax_events.pipeline.validation import check_ready, check_trainable
 from relax_events.pipeline.worker import Worker
 from relax_events.plugins import TRAINER_BACKENDS, find_plugin
 from relax_events.policy import IssuedGroup, ReadyGroup, select_groups
@@ -39,15 +42,19 @@ from relax_events.training.pending_checkpoint import PendingCheckpoint
 from relax_events.training.phases import Phases
 from relax_events.training.protocol import TrainerBackend, TrainerState
 from relax_events.training.ranks import Ranks
+from relax_events.training.recorded_batches import RecordedBatches
 from relax_events.training.replay import Replay
+from relax_events.training.source_steps import SourceSteps, open_batches
+from relax_events.training.starting import read_start
 from relax_events.training.step_record import StepShare
-from relax_events.weights.artifacts import delete_weights
+from relax_events.weights.artifacts import delete_weights, stored_versions
 from relax_events.weights.transport import StoreTransport, WeightsTransport
 from workers.opening import open_store, open_worker
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
 ROUND_SECONDS = 0.1
+FIRST_CHECKPOINT_SECONDS = 600.0
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -87,6 +94,9 @@ class TrainLoop:
         self._checkpoint: CheckpointRef | None = None
         self._pruned_to: CheckpointRef | None = None
         self._phases = Phases()
+        self._source = SourceRun.read(worker.connection, self._config.source.run) if self._config.source.run else None
+        self._batches: RecordedBatches | None = None
+        self._recorded: SourceSteps | None = None
 
     def run(self) -> None:
         """Recover, then train until the goal or the drain."""
@@ -96,7 +106,7 @@ class TrainLoop:
         history = self._recover()
         worker.follow()
         try:
-            while self._backend.policy_version < self._config.run.num_steps and self._train_step():
+            while self._backend.policy_version < self._config.last_version and self._train_step():
                 pass
             log.info("trainer.finished", policy_version=self._backend.policy_version, num_recovered_steps=len(history.steps))
             while not self._agree_to_drain():
@@ -105,6 +115,8 @@ class TrainLoop:
         finally:
             self._checkpoints.close()
             self._reader.close()
+            if self._recorded is not None:
+                self._recorded.close()
             if self._committer is not None:
                 self._committer.close()
 
@@ -117,17 +129,40 @@ class TrainLoop:
             self._backend.load_state(restored.state)
             history.take_checkpoint(restored.extra)
             log.info("checkpoint.loaded", policy_version=self._backend.policy_version)
+        elif self._source is not None:
+            self._start_from(self._source)
+        if self._source is not None and self._config.is_replay:
+            self._batches = open_batches(self._worker, self._source, self._ranks)
         missing = [step for step in history.steps if step.train_step >= self._backend.policy_version]
-        if not Replay(self._worker, self._backend, self._ranks).run(missing):
+        if not Replay(self._worker, self._backend, self._ranks, batches=self._batches).run(missing):
             self._take_published(history)
         decided = set(history.ended_group_ids)
         self._assembler = GroupAssembler(topic=self._topic, max_staleness=self._config.run.max_staleness, decided=decided)
-        positions = history.positions()
-        mine = [partition for partition in range(self._worker.plan.num_sample_partitions) if self._owns(partition)]
-        self._reader.assign({(self._topic, partition): positions.get(partition, 0) for partition in mine})
+        self._open_batches(history)
         if history.is_fresh:
             self._publish_initial()
         return history
+
+    def _start_from(self, source: SourceRun) -> None:
+        """Take over the source's weights; a checkpoint of our own makes us independent of how long it keeps them."""
+        version = self._config.first_version
+        start = read_start(source, version, ranks=self._ranks)
+        if start is None:
+            return
+        tensors = {**self._backend.state().tensors, **start.state.tensors}
+        self._backend.load_state(TrainerState(policy_version=version, tensors=tensors))
+        self._checkpoint = self._checkpoints.save(self._backend.state(), extra={"consumed": [], "id_window": []}).wait(FIRST_CHECKPOINT_SECONDS)
+        log.info("source.loaded", source_run=source.config.run.id, policy_version=version, kind=start.kind)
+
+    def _open_batches(self, history: TrainingHistory) -> None:
+        """Go on where the log says: at our own positions, or behind the last step of the source that we trained."""
+        if self._source is not None and self._batches is not None:
+            first, last = self._backend.policy_version, self._config.last_version
+            self._recorded = SourceSteps(self._source, self._batches, first=first, last=last)
+            return
+        positions = history.positions()
+        mine = [partition for partition in range(self._worker.plan.num_sample_partitions) if self._owns(partition)]
+        self._reader.assign({(self._topic, partition): positions.get(partition, 0) for partition in mine})
 
     def _owns(self, partition: int) -> bool:
         return partition % self._worker.plan.shards % self._ranks.size == self._ranks.rank
@@ -143,20 +178,29 @@ class TrainLoop:
     def _publish_initial(self) -> None:
         tensors = self._backend.weights()
         if self._committer is not None:
-            artifact, _ = self._transport.publish(tensors, policy_version=0)
-            self._committer.publish_initial(artifact)
+            artifact, _ = self._transport.publish(tensors, policy_version=self._config.first_version)
+            self._committer.publish_initial(artifact, policy_version=self._config.first_version)
 
     def _train_step(self) -> bool:
         """Train one step; return False when the drain cut it short (its records stay undecided and will be read again)."""
         version = self._backend.policy_version
         share = StepShare(self._ranks.rank)
+        self._phases = self._phases.successor()
+        is_whole = self._train_live(version, share) if self._recorded is None else self._train_recorded(self._recorded, share)
+        if is_whole:
+            failpoint("trainer.after_accumulate")
+            self._finish_step(share)
+        return is_whole
+
+    def _train_live(self, version: int, share: StepShare) -> bool:
+        """Take prompt groups as they become ready, until the ranks hold a step's; False when the drain came first."""
         batcher = MicroBatcher(max_tokens=self._config.trainer.max_tokens_per_micro_batch)
         placed: dict[str, PlacedSample] = {}
-        self._phases = self._phases.successor()
         remaining = self._config.run.groups_per_step
         self._assembler.advance(version)
+        taken = remaining
         while remaining:
-            self._read(version)
+            self._read(version, wait=not taken)
             if self._agree_to_drain():
                 return False
             self._commit_ends()
@@ -166,13 +210,42 @@ class TrainLoop:
                 self._feed(group, batcher, placed, share)
             self._worker.tick(working=taken > 0)
         self._accumulate(batcher.flush(), placed, share)
-        self._finish_step(share)
         return True
 
-    def _read(self, version: int) -> None:
-        """Wait for records and hand them to the assembler."""
+    def _train_recorded(self, recorded: SourceSteps, share: StepShare) -> bool:
+        """Train what the source trained in this step, in its order; False when the drain came before the source's step."""
+        while not self._agree_to_drain():
+            if self._agree_on_next(recorded):
+                break
+            self._worker.tick(working=False)
+        else:
+            return False
+        with self._phases.measure("decode"):
+            batch = recorded.take()
+        batcher = MicroBatcher(max_tokens=self._config.trainer.max_tokens_per_micro_batch)
+        placed = {item.sample.sample_id: item for item in batch.samples}
+        mine = {item.sample.prompt_group_id for item in batch.samples}
+        share.prompt_group_ids = [group_id for group_id in batch.step.prompt_group_ids if group_id in mine]
+        for item in batch.samples:
+            try:
+                self._accumulate(batcher.add(self._trainable(item.sample)), placed, share)
+            except PoisonSample as error:
+                raise ConfigError(f"the rollouts of run {self._config.source.run} can't be trained with these settings: {error}") from error
+        self._accumulate(batcher.flush(), placed, share)
+        self._worker.tick(working=True)
+        return True
+
+    def _agree_on_next(self, recorded: SourceSteps) -> bool:
+        """Return whether every rank sees the source's next step; all ranks get the same answer."""
         with self._phases.measure("wait"):
-            records = self._reader.fetch(1000, timeout_seconds=IDLE_SECONDS if self._ranks.size == 1 else ROUND_SECONDS)
+            mine = recorded.has_next(timeout_seconds=IDLE_SECONDS if self._ranks.size == 1 else ROUND_SECONDS)
+        return all(flag == b"1" for flag in self._ranks.all_gather_bytes(b"1" if mine else b"0"))
+
+    def _read(self, version: int, *, wait: bool) -> None:
+        """Hand new records to the assembler; wait for some only when there was nothing left to train."""
+        seconds = IDLE_SECONDS if self._ranks.size == 1 else ROUND_SECONDS
+        with self._phases.measure("wait"):
+            records = self._reader.fetch(1000, timeout_seconds=seconds if wait else 0.0)
         with self._phases.measure("decode"):
             for record in records:
                 self._take(record, version)
@@ -199,19 +272,8 @@ class TrainLoop:
             self._assembler.reject(record, reason, trainer_version=version)
 
     def _trainable(self, sample: SampleReady) -> SampleReady:
-        """Return a sample that this algorithm and this model can be trained on.
-
-        Raises:
-            PoisonSample: It can't; the text says why.
-        """
-        algorithm = self._config.algorithm
-        needed = {"actor_logprobs": algorithm.old_logprobs == "actor", "ref_logprobs": algorithm.kl_coefficient > 0}
-        for name, is_needed in needed.items():
-            if is_needed and getattr(sample, name) is None:
-                raise PoisonSample(f"sample {sample.sample_id}: the algorithm needs {name}, got none; was it made under another run file?")
-        if (highest := int(np.asarray(sample.tokens).max())) >= self._backend.vocab_size:
-            raise PoisonSample(f"sample {sample.sample_id}: tokens must be below the vocabulary's {self._backend.vocab_size}, got {highest}")
-        return sample
+        """Return a sample that this algorithm and this model can be trained on; raises PoisonSample as `check_trainable`."""
+        return check_trainable(sample, algorithm=self._config.algorithm, vocab_size=self._backend.vocab_size)
 
     def _agree_to_drain(self) -> bool:
         """Return whether any rank was asked to end; all ranks get the same answer."""
@@ -226,6 +288,7 @@ class TrainLoop:
         with self._phases.measure("commit"):
             if self._committer is not None:
                 self._committer.commit_outcomes(ended)
+                failpoint("trainer.after_ends")
             self._ranks.all_gather_bytes(b"")  # nobody goes on before it is committed
         self._assembler.decide([end.prompt_group_id for end in share.ended])
         log.info("prompt_groups.ended", num_prompt_groups=len(ended), outcome=ended[0].outcome, reason=ended[0].reason)
@@ -266,6 +329,7 @@ class TrainLoop:
         with self._phases.measure("weights"):
             tensors = self._backend.weights()
             artifact, digest = self._transport.publish(tensors, policy_version=step + 1) if self._committer else (None, b"")
+        failpoint("trainer.after_weights")
         self._assembler.decide(share.prompt_group_ids)
         share.consumed = self._assembler.consumed()
         self._shares = self._gather(share)
@@ -280,6 +344,7 @@ class TrainLoop:
                     phase_seconds=self._phases.written(),
                     checkpoint=self._checkpoint,
                 )
+                failpoint("trainer.after_commit")
                 self._report(committed)
                 self._forget_old(step + 1)
         self._save_checkpoint()
@@ -296,9 +361,8 @@ class TrainLoop:
 
     def _forget_old(self, version: int) -> None:
         """Delete what the step just committed made superfluous: weights that no engine can want, checkpoints but the newest."""
-        oldest = version - 2 * self._worker.plan.num_slots
-        if oldest > 0:
-            delete_weights(self._store, oldest)
+        oldest = version - max(2 * self._worker.plan.num_slots, self._config.run.retain_versions)
+        delete_weights(self._store, *(old for old in stored_versions(self._store) if 0 < old <= oldest))  # also those that a crash left here
         if self._checkpoint is not None and self._checkpoint != self._pruned_to:
             self._pruned_to = self._checkpoint
             self._checkpoints.prune(self._checkpoint)

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Aggregation = Literal["token_mean", "sample_mean"]
+PolicyLoss = Literal["grpo", "gspo"]
 KlEstimator = Literal["k1", "k2", "k3"]
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped here before exp: e^20 is far outside any clip range, and inf * 0 in the backward pass would give NaN."""
@@ -24,7 +25,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """Per-token policy loss and what the clipping did."""
+    """Per-token policy loss and what the clipping did. With a ratio of sequences all tokens of a sample have the same."""
 
     losses: Float[Tensor, " tokens"]
     ratio: Float[Tensor, " tokens"]
@@ -54,7 +55,43 @@ def clipped_surrogate(
         Losses, and the detached ratio and clip marks.
     Source: PPO (arXiv 1707.06347), equation 7; two ranges: DAPO (arXiv 2503.14476), section 3.1.
     """
-    ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return _clipped(logprobs - old_logprobs, advantages=advantages, clip_low=clip_low, clip_high=clip_high)
+
+
+def clipped_sequence_surrogate(
+    logprobs: Float[Tensor, " tokens"],
+    *,
+    old_logprobs: Float[Tensor, " tokens"],
+    advantages: Float[Tensor, " tokens"],
+    num_loss_tokens: Int[Tensor, " samples"],
+    clip_low: float,
+    clip_high: float,
+) -> Surrogate:
+    """Compute the same with one ratio for each sample: s = exp(mean over its loss tokens of logprobs - old_logprobs) (GSPO).
+
+    Every loss token of a sample carries the sample's loss, so that with `sample_mean` each sample counts once, as in the paper. The
+    whole sample is clipped or none of it. As s moves far less than the ratio of a token, its clip ranges are around 3e-4 and 4e-4.
+
+    Args:
+        logprobs: Of the weights being trained, in nats; carries the gradient.
+        old_logprobs: Of the policy that the ratio is against, in nats.
+        advantages: Unitless, the same at all tokens of a sample.
+        num_loss_tokens: Of each sample in packed order; a sample may have none.
+        clip_low: Lower clip range, 3e-4 means a ratio of 0.9997.
+        clip_high: Upper clip range, 4e-4 means a ratio of 1.0004.
+    Returns:
+        As `clipped_surrogate`.
+    Source: GSPO (arXiv 2507.18071), equations 5 and 7; clip ranges: section 5.1.
+    """
+    log_ratio = logprobs - old_logprobs
+    owners = torch.arange(len(num_loss_tokens), device=log_ratio.device).repeat_interleave(num_loss_tokens)
+    sums = log_ratio.new_zeros(len(num_loss_tokens)).index_add(0, owners, log_ratio)
+    means = sums / num_loss_tokens.clamp(min=1).to(log_ratio.dtype)
+    return _clipped(means[owners], advantages=advantages, clip_low=clip_low, clip_high=clip_high)
+
+
+def _clipped(log_ratio: Float[Tensor, " tokens"], *, advantages: Float[Tensor, " tokens"], clip_low: float, clip_high: float) -> Surrogate:
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     unclipped = -ratio * advantages
     losses = torch.maximum(unclipped, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     ratio = ratio.detach()
@@ -64,6 +101,29 @@ def clipped_surrogate(
         clipped_low=(ratio < 1 - clip_low) & (advantages < 0),
         clipped_high=(ratio > 1 + clip_high) & (advantages > 0),
     )
+
+
+def policy_surrogate(
+    logprobs: Float[Tensor, " tokens"],
+    *,
+    name: PolicyLoss,
+    old_logprobs: Float[Tensor, " tokens"],
+    advantages: Float[Tensor, " tokens"],
+    num_loss_tokens: Int[Tensor, " samples"],
+    clip_low: float,
+    clip_high: float,
+) -> Surrogate:
+    """Compute the policy loss of an algorithm by name; see `clipped_surrogate` and `clipped_sequence_surrogate` for the arguments."""
+    if name == "gspo":
+        return clipped_sequence_surrogate(
+            logprobs,
+            old_logprobs=old_logprobs,
+            advantages=advantages,
+            num_loss_tokens=num_loss_tokens,
+            clip_low=clip_low,
+            clip_high=clip_high,
+        )
+    return clipped_surrogate(logprobs, old_logprobs=old_logprobs, advantages=advantages, clip_low=clip_low, clip_high=clip_high)
 
 
 def kl_estimate(logprobs: Float[Tensor, " tokens"], *, base_logprobs: Float[Tensor, " tokens"], estimator: KlEstimator) -> Float[Tensor, " tokens"]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 from confluent_kafka import KafkaError, KafkaException
 
+from relax_events.broker.credentials import client_settings
+from relax_events.broker.refusals import USER_REMEDY, Refusals, refusal_error
 from relax_events.config import BrokerConfig
-from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable, Fenced
+from relax_events.errors import AccessDenied, BrokerError, BrokerRefused, BrokerUnavailable, Fenced
 
 log = structlog.get_logger()
 
@@ -49,6 +52,19 @@ REFUSED = {
     KafkaError._UNKNOWN_TOPIC,
 }
 
+REMEDIES = {
+    KafkaError._AUTHENTICATION: USER_REMEDY,
+    KafkaError.SASL_AUTHENTICATION_FAILED: USER_REMEDY,
+    **dict.fromkeys(
+        (
+            KafkaError.TOPIC_AUTHORIZATION_FAILED,
+            KafkaError.GROUP_AUTHORIZATION_FAILED,
+            KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+            KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+        ),
+        "this principal has no right to it; rights are those of topics/rights.py, brought onto the broker by: relax broker secure CONFIG --apply",
+    ),
+}
 QUIET_SECONDS = 10.0  # attempts come about every second
 CALLBACKS = {"error_cb", "on_commit"}
 
@@ -65,10 +81,27 @@ def translate(error: KafkaError, what: str) -> BrokerError:
     if error.code() in FENCED:
         return Fenced(f"{text}; another instance of this role took over")
     if error.code() in REFUSED:
-        return BrokerRefused(text)
+        return AccessDenied(f"{text}; {REMEDIES[error.code()]}") if error.code() in REMEDIES else BrokerRefused(text)
     if error.code() in UNAVAILABLE or error.retriable():
         return BrokerUnavailable(text)
     return BrokerError(text)
+
+
+@contextmanager
+def fatal_errors(what: str) -> Iterator[None]:
+    """Translate an error after which a client does nothing any more.
+
+    The client sets its exception and goes on with our callbacks, where the first call into it trips over that.
+
+    Raises:
+        BrokerError: The block met one.
+    """
+    try:
+        yield
+    except SystemError as broken:
+        if not isinstance(broken.__cause__, KafkaException):
+            raise
+        raise translate(error_of(broken.__cause__), what) from broken
 
 
 @dataclass(frozen=True)
@@ -79,14 +112,20 @@ class Connection:
     request_timeout_seconds: float = 30.0
     client: Mapping[str, Any] = field(default_factory=dict)
     client_id: str = "relax"
+    credentials: Mapping[str, str] = field(default_factory=dict, repr=False)
+    refusals: Refusals = field(default_factory=Refusals, repr=False, compare=False)
 
     @classmethod
     def of(cls, config: BrokerConfig, *, client_id: str) -> Connection:
-        """Read a connection off a run's configuration."""
-        return cls(config.bootstrap_servers, config.request_timeout_seconds, config.client, client_id)
+        """Read a connection off a run's configuration.
+
+        Raises:
+            ConfigError: A secret can't be read from its file.
+        """
+        return cls(config.bootstrap_servers, config.request_timeout_seconds, config.client, client_id, client_settings(config))
 
     def settings(self, **more: Any) -> dict[str, Any]:
-        """Return librdkafka settings: ours, then the user's, then those that carry a promise."""
+        """Return librdkafka settings: ours, then the user's, then those that carry a promise. They hold secrets: never show them."""
         base: dict[str, Any] = {
             "bootstrap.servers": self.bootstrap_servers,
             "client.id": self.client_id,
@@ -96,22 +135,32 @@ class Connection:
             "reconnect.backoff.max.ms": 1000,
             "topic.metadata.refresh.interval.ms": 30_000,
             "log_level": 2,
-            "error_cb": ConnectionLog(self.bootstrap_servers),
+            "error_cb": ConnectionLog(self.bootstrap_servers, self.refusals),
         }
         dotted = {key if key in CALLBACKS else key.replace("_", "."): value for key, value in more.items()}
-        return base | dict(self.client) | dotted
+        return base | dict(self.credentials) | dict(self.client) | dotted
+
+    def translate(self, error: KafkaError, what: str) -> BrokerError:
+        """Return our error for librdkafka's; where it only says that nobody answered, say whether we were refused."""
+        translated = translate(error, what)
+        return self.refused(what) or translated if isinstance(translated, BrokerUnavailable) else translated
+
+    def refused(self, what: str) -> AccessDenied | None:
+        """Return the error when the broker is there and does not let us in; None when it is away. Call it after a time-out: it looks."""
+        return refusal_error(what, self.refusals.latest, self.settings())
 
 
 class ConnectionLog:
     """Turns librdkafka's background errors into log events: each kind once when the broker goes, not on every attempt."""
 
-    def __init__(self, bootstrap_servers: str) -> None:
-        self._bootstrap_servers = bootstrap_servers
+    def __init__(self, bootstrap_servers: str, refusals: Refusals) -> None:
+        self._bootstrap_servers, self._refusals = bootstrap_servers, refusals
         self._logged_at: dict[int, float] = {}
         self._lock = threading.Lock()
 
     def __call__(self, error: KafkaError) -> None:
         """Log an error unless it is the one before again."""
+        self._refusals.note(error)
         now = time.monotonic()
         with self._lock:
             is_news = now - self._logged_at.get(error.code(), -QUIET_SECONDS) >= QUIET_SECONDS

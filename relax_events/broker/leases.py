@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import structlog
-from confluent_kafka import AcknowledgeType, KafkaException, ShareConsumer
+from confluent_kafka import AcknowledgeType, KafkaError, KafkaException, ShareConsumer
 
-from relax_events.broker.connection import Connection, error_of
+from relax_events.broker.connection import Connection, error_of, translate
 from relax_events.broker.consumer import GroupConsumer
 from relax_events.broker.deadline import Deadline
 from relax_events.broker.records import Record
-from relax_events.errors import BrokerError
+from relax_events.errors import AccessDenied, BrokerError
 from relax_events.events.types import TopicOffset
 
 log = structlog.get_logger()
@@ -91,7 +91,7 @@ class _Lane:
         settings = connection.settings(group_id=group, share_acknowledgement_mode="explicit", max_poll_records=1)
         self._consumer = ShareConsumer(settings)
         self._consumer.subscribe([topic])
-        self._source = source
+        self._source, self._connection = source, connection
         self.settlement: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name="lane", daemon=True)
         self.thread.start()
@@ -99,11 +99,22 @@ class _Lane:
     def _run(self) -> None:
         while not self._source.stopping:
             try:
-                messages = [message for message in self._consumer.poll(POLL_SECONDS) if message.error() is None]
-                self._serve(messages)
+                polled = self._consumer.poll(POLL_SECONDS)
+                for message in polled:
+                    self._note(message.error())
+                self._serve([message for message in polled if message.error() is None])
             except KafkaException as exception:
-                log.debug("lane.disturbed", error=error_of(exception).name())
+                self._note(error_of(exception))
         self._consumer.close()
+
+    def _note(self, error: KafkaError | None) -> None:
+        """Pass over what mends itself; what we are denied ends the worker, since its queue would stay silent for ever."""
+        if error is None:
+            return
+        log.debug("lane.disturbed", error=error.name())
+        if isinstance(refused := translate(error, "leasing records"), AccessDenied):
+            self._connection.refusals.deny(refused)
+            self._source.stop()
 
     def _serve(self, messages: list[Any]) -> None:
         """Serve what one poll brought: one record as a rule, more when the producer batched several."""
@@ -131,7 +142,7 @@ class GroupLeases:
         self._lock = threading.Lock()
         self._open: dict[int, dict[int, bool]] = {}
         self._on_lease = on_lease
-        self._topic = topic
+        self._topic, self._connection = topic, connection
         self._consumer = GroupConsumer(connection, consumer_group=group, topics=[topic], on_revoked=self._revoked)
         self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
         self._thread.start()
@@ -152,6 +163,8 @@ class GroupLeases:
                 self._turn()
             except BrokerError as error:
                 log.warning("lease.disturbed", error=str(error))
+                if isinstance(error, AccessDenied):
+                    self._connection.refusals.deny(error)
                 self._closing.wait(POLL_SECONDS)
         self._commit(wait=Deadline(POLL_SECONDS * 5))
         self._consumer.close()

@@ -8,11 +8,13 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
-from relax_events.broker.connection import Connection, error_of, translate
+from relax_events.broker.connection import Connection, error_of, fatal_errors, translate
+from relax_events.broker.deadline import Deadline
 from relax_events.broker.records import OutRecord
-from relax_events.errors import BrokerUnavailable
+from relax_events.errors import AccessDenied, BrokerUnavailable
 
 DELIVERY_SECONDS = 120
+FLUSH_SECONDS = 1.0  # after each it is asked whether the broker lets us in
 
 
 class RecordProducer:
@@ -23,17 +25,17 @@ class RecordProducer:
 
     def __init__(self, connection: Connection, *, linger_ms: float = 0.0, one_record_per_batch: bool = False) -> None:
         single = {"batch_num_messages": 1} if one_record_per_batch else {}
-        self._producer = Producer(
-            connection.settings(
-                enable_idempotence=True,
-                acks="all",
-                linger_ms=linger_ms,
-                delivery_timeout_ms=DELIVERY_SECONDS * 1000,
-                message_max_bytes=64 * 1024 * 1024,
-                queue_buffering_max_messages=1_000_000,
-                **single,
-            )
+        settings = connection.settings(
+            enable_idempotence=True,
+            acks="all",
+            linger_ms=linger_ms,
+            delivery_timeout_ms=DELIVERY_SECONDS * 1000,
+            message_max_bytes=64 * 1024 * 1024,
+            queue_buffering_max_messages=1_000_000,
+            **single,
         )
+        self._producer = Producer(settings)
+        self._connection = connection
         self._failure: KafkaError | None = None
 
     def send(self, record: OutRecord) -> None:
@@ -44,12 +46,14 @@ class RecordProducer:
         """Wait until everything sent is acknowledged.
 
         Raises:
+            AccessDenied: The broker has not let us in for as long as a request may take; what was sent is dropped.
             BrokerError: A record could not be delivered; nothing may be assumed about the others since the last flush.
         """
-        left = self._producer.flush(DELIVERY_SECONDS + 1)
+        with fatal_errors("delivering records"):
+            left = self._flush_within(Deadline(DELIVERY_SECONDS + 1))
         failure, self._failure = self._failure, None
         if failure is not None:
-            raise translate(failure, "delivering records")
+            raise self._connection.translate(failure, "delivering records")
         if left:
             raise BrokerUnavailable(f"{left} records were not acknowledged within {DELIVERY_SECONDS} s; see that the broker runs")
 
@@ -64,9 +68,27 @@ class RecordProducer:
         if self._producer.flush(5):
             self._producer.purge()
 
+    def _flush_within(self, deadline: Deadline) -> int:
+        """Wait for acknowledgements and return how many are missing at the deadline."""
+        while (left := self._producer.flush(min(FLUSH_SECONDS, deadline.remaining_seconds))) and not deadline.passed:
+            if self._connection.refusals.seconds > self._connection.request_timeout_seconds:
+                self._give_up()
+        return int(left)
+
+    def _give_up(self) -> None:
+        refused = self._connection.refused("delivering records")
+        if refused is not None:
+            self._producer.purge()
+            self._producer.flush(FLUSH_SECONDS)
+            raise refused
+
     def _delivered(self, error: KafkaError | None, message: Message) -> None:
-        if error is not None:
+        if error is None:
+            self._connection.refusals.forget()
+        else:
             self._failure = error
+            if isinstance(denied := translate(error, f"writing to {message.topic()}"), AccessDenied):
+                self._connection.refusals.deny(denied)  # beats are sent and never waited for
 
 
 def enqueue(producer: Any, record: OutRecord, on_delivery: Any) -> None:
@@ -87,7 +109,8 @@ def enqueue(producer: Any, record: OutRecord, on_delivery: Any) -> None:
                 on_delivery=on_delivery,
                 **where,
             )
-            producer.poll(0)
+            with fatal_errors(f"writing to {record.topic}"):
+                producer.poll(0)
         except BufferError:
             if time.monotonic() > deadline:
                 raise BrokerUnavailable(f"producer queue stayed full for {DELIVERY_SECONDS} s; see that the broker runs") from None

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from relax_events.events.container import LoggedRecord
+
 POLICY_VERSION_HEADER = "policy-version"
 VERSION_PATTERN = re.compile("-?[0-9]{1,18}")
 
@@ -51,3 +53,9 @@ class OutRecord:
     key: str = ""
     partition: int = -1
     headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def logged(message: Any) -> LoggedRecord:
+    """Take over a client's message, byte for byte."""
+    headers = tuple((name, value) for name, value in message.headers() or ())
+    return LoggedRecord(message.offset(), message.timestamp()[1], message.key(), message.value(), headers)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import structlog
@@ -21,6 +22,7 @@ log = structlog.get_logger()
 
 TRANSACTION_SECONDS = 20  # an abandoned transaction hides plain records behind it for this long
 OFFSETS_SECONDS = 4.0
+HELD_UP_SECONDS = 1.0  # of delay that no busy machine explains
 ATTEMPTS = 5
 
 
@@ -51,7 +53,13 @@ class TransactionalWriter:
         return producer
 
     def commit(
-        self, records: Sequence[OutRecord], *, offsets: Iterable[TopicOffset] = (), reader: LogReader | None = None, already_real: Any = None
+        self,
+        records: Sequence[OutRecord],
+        *,
+        offsets: Iterable[TopicOffset] = (),
+        reader: LogReader | None = None,
+        already_real: Any = None,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         """Write records and offsets as one transaction.
 
@@ -60,6 +68,7 @@ class TransactionalWriter:
             offsets: Next positions of the reader's consumer group.
             reader: The reader whose consumer group the offsets belong to.
             already_real: Called after an indefinite error; tells whether an earlier try did commit after all.
+            before_commit: Called when everything lies in the open transaction.
         Raises:
             Fenced: Another instance took over; nothing of this call is visible, and no later call gets through.
             BrokerRefused: The broker will never accept one of the records; nothing of this call is visible.
@@ -69,7 +78,7 @@ class TransactionalWriter:
             raise Fenced(f"{self._transactional_id} was taken over by another instance of this role before; end this one")
         for attempt in range(ATTEMPTS):
             try:
-                self._try(records, list(offsets), reader)
+                self._try(records, list(offsets), reader, before_commit)
             except Fenced:
                 self._is_fenced = True  # a new producer would fence the one that took over
                 raise
@@ -86,7 +95,9 @@ class TransactionalWriter:
             else:
                 return
 
-    def _try(self, records: Sequence[OutRecord], offsets: list[TopicOffset], reader: LogReader | None) -> None:
+    def _try(
+        self, records: Sequence[OutRecord], offsets: list[TopicOffset], reader: LogReader | None, before_commit: Callable[[], None]
+    ) -> None:
         failures: list[Any] = []
         producer = self._producer
         try:
@@ -95,6 +106,7 @@ class TransactionalWriter:
                 enqueue(producer, record, lambda error, _: failures.append(error) if error else None)
             if offsets and reader is not None:
                 _add_offsets(producer, offsets, reader)
+            before_commit()
             producer.commit_transaction(TRANSACTION_SECONDS)
         except KafkaException as exception:
             raise translate(error_of(exception), "committing a transaction") from exception
@@ -107,8 +119,9 @@ class TransactionalWriter:
                 call(self._connection.request_timeout_seconds)
             except KafkaException as exception:
                 error = error_of(exception)
-                if not error.retriable() or attempt + 1 == ATTEMPTS:
-                    raise translate(error, what) from exception
+                refused = self._connection.refused(what)
+                if refused is not None or not error.retriable() or attempt + 1 == ATTEMPTS:
+                    raise refused or translate(error, what) from exception
             else:
                 return
 
@@ -139,9 +152,24 @@ def _add_offsets(producer: Any, offsets: Sequence[TopicOffset], reader: LogReade
             answer.put(None)
 
     threading.Thread(target=call, name="transaction-offsets", daemon=True).start()
-    try:
-        failure = answer.get(timeout=OFFSETS_SECONDS + 1)
-    except queue.Empty:
-        raise BrokerUnavailable(f"adding offsets to a transaction: no answer within {OFFSETS_SECONDS + 1:g} s") from None
-    if failure is not None:
+    if (failure := awaited(answer)) is not None:
         raise failure
+
+
+def awaited(answer: queue.SimpleQueue[KafkaException | None]) -> KafkaException | None:
+    """Wait for the thread's answer; once more when this very process was held up, whose delay is not the broker's.
+
+    A zombie that was stopped here learns so that it was fenced. A new producer of its own would fence the one that took over.
+
+    Raises:
+        BrokerUnavailable: None came in time.
+    """
+    limit = OFFSETS_SECONDS + 1
+    for _ in range(2):
+        started = time.monotonic()
+        try:
+            return answer.get(timeout=limit)
+        except queue.Empty:
+            if time.monotonic() - started < limit + HELD_UP_SECONDS:
+                break
+    raise BrokerUnavailable(f"adding offsets to a transaction: no answer within {limit:g} s") from None

@@ -12,11 +12,16 @@ app = App(
 _DEFAULT_DIRECTORY = Path(".relax/broker")
 _EXIT_DOWN = 3
 
+app.command("relax_events.cli.broker_security:secure", name="secure")
+app.command("relax_events.cli.broker_security:quota", name="quota")
+
 Directory = Annotated[Path, Parameter(help="Where the broker keeps its records, log and settings.")]
 
 
 @app.command
-def start(*, directory: Directory = _DEFAULT_DIRECTORY, port: int = 0, timeout_seconds: float = 60.0) -> None:
+def start(
+    *, directory: Directory = _DEFAULT_DIRECTORY, port: int = 0, credentials: Path | None = None, timeout_seconds: float = 60.0
+) -> None:
     """Start the broker in the background and print its bootstrap servers; one that runs already is left as it is.
 
     Example: relax broker start --directory .relax/broker
@@ -24,11 +29,12 @@ def start(*, directory: Directory = _DEFAULT_DIRECTORY, port: int = 0, timeout_s
     Args:
         directory: Where the broker keeps its records, log and settings.
         port: Where clients connect; 0 takes the port used before, or a free one.
+        credentials: A folder made by `relax broker secure`: only its principals get in, from this start on.
         timeout_seconds: How long it may take to get ready, the first download apart.
     """
     from relax_events.broker.embedded import EmbeddedBroker
 
-    broker = EmbeddedBroker(directory, port=port)
+    broker = EmbeddedBroker(directory, port=port, credentials=credentials)
     broker.start(timeout_seconds=timeout_seconds)
     print(broker.bootstrap_servers)
 

@@ -8,10 +8,16 @@ COMMANDS = {
     "run": ("relax_events.cli.run:run", "Run everything on this machine, show progress, and end by itself."),
     "doctor": ("relax_events.cli.run:doctor", "Check all that a run needs without starting it."),
     "worker": ("relax_events.cli.run:worker", "Run one worker of a role: what a container, a unit file or a shell starts."),
-    "topics": ("relax_events.cli.topics:app", "Plan, apply and look at a run's topics: plan, apply, describe, lag."),
+    "topics": ("relax_events.cli.topics:app", "Plan, check and tend topics: plan, apply, check, describe, lag, tail, purge, reset, export, import."),
+    "samples": ("relax_events.cli.samples:app", "Look at what the model wrote and what became of it: tail, show, export."),
+    "runs": ("relax_events.cli.runs:app", "Look back at the runs of a cluster, and train from them: list, show, replay, fork, delete."),
+    "lineage": ("relax_events.cli.lineage:app", "Follow weights back to their data and data to the weights: version, sample, prompt."),
+    "rescore": ("relax_events.cli.rescore:rescore", "Run another reward function over a run's samples and compare."),
+    "deadletter": ("relax_events.cli.deadletter:app", "Look after records that roles could not use: list, show, requeue, drop."),
+    "schemas": ("relax_events.cli.schemas:app", "Show and check the contract of the log: check, diff, show, release."),
     "ledger": ("relax_events.cli.ledger:app", "Prove from the log that nothing was lost or trained twice: check."),
     "models": ("relax_events.cli.models:app", "Make small models for trying things out: prepare, warm-start, make-tiny."),
-    "broker": ("relax_events.cli.broker:app", "Run a real Kafka broker on this machine: start, stop, status, logs."),
+    "broker": ("relax_events.cli.broker:app", "Run a real Kafka broker here, secure it or a cluster: start, stop, status, logs, secure, quota."),
 }
 HELP_FLAGS = ("--help", "-h")
 

@@ -29,10 +29,12 @@ def check(config: Path, *overrides: str, output: Literal["table", "json"] = "tab
     settings = attach(load_run_config(config, overrides))
     open_admin(settings, name="ledger")
     ledger = read_ledger(settings)
-    figures, problems = ledger.figures(), ledger.problems()
+    figures, problems, unproven = ledger.figures(), ledger.problems(), ledger.unproven()
     if output == "json":
-        print_json({**figures, "problems": problems})
+        print_json({**figures, "problems": problems, "unproven": unproven})
     else:
         print_pairs(figures)
+        for claim in unproven:
+            print(f"NO PROOF  {claim}")
         print("\n".join(f"BROKEN  {problem}" for problem in problems) or "all promises hold")
     return 6 if problems else 0

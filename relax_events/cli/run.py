@@ -44,7 +44,7 @@ def worker(role: str, config: Path, *overrides: str, index: int = 0) -> None:
     settings = load_run_config(config, overrides)
     start = load_role(role)
     end_with_supervisor(drain_seconds=settings.workers.drain_seconds)
-    settings = attach(settings)
+    settings = attach(settings, principal=role)
     open_admin(settings, name=f"{role}-{index}", timeout_seconds=settings.broker.request_timeout_seconds)  # it may still be starting
     start(settings, index=index)
 

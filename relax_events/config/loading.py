@@ -6,13 +6,13 @@ import difflib
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from relax_events.config.sections import RunConfig
+from relax_events.config.sections import SECRET_CLIENT_KEYS, RunConfig, secret_remedy
 from relax_events.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "RELAX_"
@@ -52,8 +52,9 @@ def load_run_config(path: Path, overrides: Iterable[str] = (), environment: Mapp
     for override in overrides:
         key, separator, value = override.partition("=")
         if not separator or "." not in key:
-            raise ConfigError(f"override {override!r} is not of the form section.key=value; for example run.seed=1")
+            raise ConfigError(f"override {shown(override)!r} is not of the form section.key=value; for example run.seed=1")
         _place(tree, key.strip().split("."), value.strip(), override)
+    _refuse_secrets(tree)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -72,6 +73,27 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"run file {path} is not {path.suffix.lstrip('.').upper() or 'TOML'}: {error}") from None
 
 
+def _refuse_secrets(tree: Mapping[str, Any]) -> None:
+    """Refuse a secret among the client's settings, also one whose dots made tables of it, before anything shows its value."""
+    broker = tree.get("broker")
+    for key in _dotted(broker.get("client") if isinstance(broker, dict) else None):
+        if key in SECRET_CLIENT_KEYS:
+            rule = "is a secret and must not stand in a run file, an argument or a log"
+            raise ConfigError(f"broker.client: {key} {rule}; {secret_remedy(key)}")
+
+
+def _dotted(table: Any) -> Iterator[str]:
+    if isinstance(table, dict):
+        for name, value in table.items():
+            yield name
+            yield from (f"{name}.{rest}" for rest in _dotted(value))
+
+
+def shown(text: str) -> str:
+    """Return an argument as it may be shown in an error: nothing of one that may hold a secret."""
+    return "(hidden: it names a secret)" if any(word in text.lower() for word in ("password", "secret", "passphrase", "ssl.key")) else text
+
+
 def _place(tree: dict[str, Any], keys: list[str], text: str, origin: str) -> None:
     try:
         value = tomllib.loads(f"value = {text}")["value"]
@@ -80,7 +102,7 @@ def _place(tree: dict[str, Any], keys: list[str], text: str, origin: str) -> Non
     for key in keys[:-1]:
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):
-            raise ConfigError(f"{origin}: {key} is a value, not a section")
+            raise ConfigError(f"{shown(origin)}: {key} is a value, not a section")
     tree[keys[-1]] = value
 
 
@@ -94,7 +116,8 @@ def _explain(item: Mapping[str, Any], path: Path) -> str:
     text = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
         return f"{path}: {key + ': ' if key else ''}{text}"
-    return f"{path}: {key} {_rule(text)}, got {item['input']!r}; set {key}"
+    value = "(hidden)" if location[:2] == ["broker", "client"] else repr(item["input"])
+    return f"{path}: {key} {_rule(text)}, got {value}; set {key}"
 
 
 def _rule(text: str) -> str:

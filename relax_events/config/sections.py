@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,6 +11,18 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 RUN_ID_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?$"
 GUARDED_CLIENT_KEYS = frozenset(
     {"enable.idempotence", "isolation.level", "check.crcs", "enable.auto.commit", "acks", "auto.offset.reset", "transactional.id", "group.id"}
+)
+SECRET_CLIENT_KEYS = frozenset(
+    {
+        "sasl.password",
+        "sasl.oauthbearer.client.secret",
+        "sasl.oauthbearer.config",
+        "sasl.oauthbearer.assertion.private.key.passphrase",
+        "sasl.oauthbearer.assertion.private.key.pem",
+        "ssl.key.password",
+        "ssl.key.pem",
+        "ssl.keystore.password",
+    }
 )
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -29,7 +42,7 @@ class RunSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seeds data order, sampling and initialisation."""
     num_steps: Positive = 100
-    """Optimizer steps until the run has reached its goal."""
+    """Optimizer steps until the run has reached its goal; a fork counts on from its source's."""
     groups_per_step: Positive = 16
     """Prompt groups in one train step."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 8
@@ -45,6 +58,8 @@ class RunSection(Section):
     """`in_order`: step s trains the prompt groups issued for it. `ready_first`: whatever in the window is complete."""
     max_failed_groups: Positive = 64
     """The run stops with an error after so many prompt groups failed in a row."""
+    retain_versions: Annotated[int, Field(ge=0)] = 0
+    """How many of the newest policy versions keep their records on the log; 0 keeps all, so that every version can be replayed."""
     directory: Path = Path(".relax")
     """Where runs, models and the embedded broker keep their files."""
 
@@ -53,6 +68,20 @@ class RunSection(Section):
         if self.mode == "sync" and self.max_staleness:
             raise ValueError(f"mode = 'sync' is on-policy, got max_staleness = {self.max_staleness}; set run.max_staleness = 0 or run.mode = 'async'")
         return self
+
+    @model_validator(mode="after")
+    def _window_is_retained(self) -> RunSection:
+        if 0 < self.retain_versions <= self.max_staleness:
+            rule = f"retain_versions must be 0 or above max_staleness = {self.max_staleness}"
+            raise ValueError(f"{rule}, got {self.retain_versions}: the trainer still reads those versions; set run.retain_versions")
+        return self
+
+
+def secret_remedy(key: str) -> str:
+    """Say where a secret librdkafka setting belongs."""
+    if key == "sasl.password":
+        return "write it into a file and name that in broker.password_file, or set BROKER_PASSWORD in the environment"
+    return f"write it into a file and name that in broker.secret_files: {{ {key!r} = \"/path/to/file\" }}"
 
 
 class BrokerConfig(Section):
@@ -78,8 +107,41 @@ class BrokerConfig(Section):
     """How long a producer waits to fill a record batch, in milliseconds."""
     compression: Literal["none", "lz4", "zstd"] = "none"
     """Compression of sample topics."""
+    credentials: Path | None = None
+    """Folder made by `relax broker secure`. Every process takes its own principal's password from it, and the embedded broker lets
+    nobody else in. Empty means no security, or what the next four keys say."""
+    principal: str = ""
+    """Whom to be among the folder's principals; empty means the worker's role, and `operator` for all other commands."""
+    username: str = ""
+    """User of SASL/SCRAM-SHA-512 over TLS; its password is in `password_file`, or in the environment as `BROKER_PASSWORD`."""
+    password_file: Path | None = None
+    """File that holds nothing but the password."""
+    ca_file: Path | None = None
+    """PEM file of the authority that signed the brokers' certificates; empty means those that this machine trusts."""
+    secret_files: dict[str, Path] = Field(default_factory=dict)
+    """librdkafka settings that are secrets, each in a file of its own, for example `"ssl.key.password" = "/run/secrets/key"`."""
+    schema_registry: str = ""
+    """Address of a schema registry with Confluent's interface, `http://host:port/path`, whose schema ids then frame the records; empty
+    means Avro's single-object encoding. Records of both kinds are read either way."""
+    schema_registry_login_file: Path | None = None
+    """File that holds `user:password` for the registry, which may also stand in the environment as `SCHEMA_REGISTRY_LOGIN`."""
     client: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    """Raw librdkafka settings, for security and tuning. Keys that carry a promise of ours are refused."""
+    """Raw librdkafka settings, for security and tuning. Keys that carry a promise of ours are refused, and so are secrets."""
+
+    @field_validator("secret_files")
+    @classmethod
+    def _only_secrets(cls, secret_files: dict[str, Path]) -> dict[str, Path]:
+        if strange := sorted(secret_files.keys() - SECRET_CLIENT_KEYS):
+            raise ValueError(f"{strange[0]} is no secret setting of librdkafka, which are {', '.join(sorted(SECRET_CLIENT_KEYS))}; use broker.client")
+        return secret_files
+
+    @field_validator("schema_registry")
+    @classmethod
+    def _is_an_address_without_login(cls, url: str) -> str:
+        if url and not re.fullmatch(r"https?://[^\s@]+", url):
+            shown = re.sub(r"//[^/]*@", "//...@", url)
+            raise ValueError(f"must be http(s)://host:port/path without a login, got {shown!r}; a login goes into broker.schema_registry_login_file")
+        return url
 
     @field_validator("client")
     @classmethod
@@ -94,6 +156,10 @@ class ObjectsConfig(Section):
 
     uri: str = ""
     """`file:///path`, `s3://bucket/prefix`, `gs://bucket/prefix` or `memory://`; empty means `<run directory>/objects`."""
+    allowed_roots: tuple[str, ...] = ()
+    """Where media that a record refers to may lie besides the run's own store, for example `s3://pictures/`; empty means nowhere."""
+    moved_from: tuple[str, ...] = ()
+    """Stores whose objects were copied into this one, as `relax topics import` names them: references to those are found here."""
     inline_max_bytes: Positive = 262_144
     """Tensors above this travel by reference (claim check) rather than inside the record."""
 
@@ -145,7 +211,7 @@ class EngineConfig(Section):
     """The inference engine of a rollout worker."""
 
     name: str = "transformers"
-    """Entry point in the group `relax_events.engines`."""
+    """Entry point in the group `relax_events.engines`, or `path/to/file.py:Class`."""
     max_prompt_groups: Positive = 32
     """Prompt groups that one worker holds at a time (leases)."""
     max_running_samples: Positive = 256
@@ -195,8 +261,9 @@ class RewardConfig(Section):
 class AlgorithmConfig(Section):
     """The policy-gradient objective."""
 
-    name: Literal["grpo"] = "grpo"
-    """Advantage and loss family."""
+    name: Literal["grpo", "gspo"] = "grpo"
+    """Advantage and loss family. `grpo` has a ratio for each token; `gspo` one for each sample, with `aggregation = "sample_mean"` and
+    clip ranges around 3e-4 and 4e-4."""
     clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
     """The probability ratio is clipped below at 1 - clip_low."""
     clip_high: Annotated[float, Field(ge=0)] = 0.2
@@ -219,7 +286,7 @@ class TrainerConfig(Section):
     """The optimizer and what surrounds it."""
 
     backend: str = "torch"
-    """Entry point in the group `relax_events.trainer_backends`."""
+    """Entry point in the group `relax_events.trainer_backends`, or `path/to/file.py:Class`."""
     ranks: Positive = 1
     """Data-parallel processes; above 1 they are started by torchrun."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
@@ -304,6 +371,36 @@ class TelemetryConfig(Section):
         return self.metrics_port + place if self.metrics_port else 0
 
 
+class SourceSection(Section):
+    """The run that this one goes back to: for its weights, and for its rollouts when it replays them. Empty for a run of its own.
+
+    Versions are counted on from the source's, so a run from version 30 begins with train step 30.
+    """
+
+    run: Annotated[str, Field(pattern=rf"{RUN_ID_PATTERN}|^$")] = ""
+    """Id of the source, on the same cluster."""
+    rollouts: Literal["recorded", "live"] = "recorded"
+    """`recorded`: a replay, which trains the batches that the source's log names. `live`: a fork, which generates its own."""
+    from_version: Annotated[int, Field(ge=0)] = 0
+    """The source's policy version to start from; its first one is the model of `model.path`."""
+    until_version: Annotated[int, Field(ge=-1)] = -1
+    """Version at which a replay has reached its goal; -1 is the end of the source's log."""
+    follow: bool = False
+    """A second learner: a replay that goes on as the source goes on, and ends after it."""
+    scores: str = ""
+    """Train a replay on these scores of a rescoring instead of the recorded rewards."""
+    from_row: Annotated[int, Field(ge=0)] = 0
+    """Row of the prompt stream with which a fork goes on."""
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> SourceSection:
+        if 0 <= self.until_version <= self.from_version:
+            raise ValueError(f"source.until_version must be above source.from_version = {self.from_version}, got {self.until_version}; or -1 for all")
+        if self.scores and self.follow:
+            raise ValueError(f"source.scores = {self.scores!r} are those of a rescoring, which has to be there before; set source.follow = false")
+        return self
+
+
 class RunConfig(Section):
     """One training run."""
 
@@ -317,6 +414,7 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
+    source: SourceSection = SourceSection()
     workers: WorkersConfig = WorkersConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
@@ -327,6 +425,35 @@ class RunConfig(Section):
             need = f"trainer.ranks = {ranks} needs broker.shards >= {ranks}, got {self.broker.shards}"
             raise ValueError(f"every rank reads shards of its own: {need}; set broker.shards or trainer.ranks")
         return self
+
+    @model_validator(mode="after")
+    def _source_leads_here(self) -> RunConfig:
+        source, run = self.source, self.run
+        if source.run == run.id:
+            raise ValueError(f"source.run must be another run than run.id = {run.id!r}; give this one an id of its own")
+        if source.run and not self.is_replay and run.num_steps <= source.from_version:
+            raise ValueError(f"a fork counts on from version {source.from_version}, so run.num_steps must be above it, got {run.num_steps}")
+        return self
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether this run trains another run's rollouts and generates none."""
+        return bool(self.source.run) and self.source.rollouts == "recorded"
+
+    @property
+    def first_version(self) -> int:
+        """The policy version that the run begins with."""
+        return self.source.from_version if self.source.run else 0
+
+    @property
+    def last_version(self) -> int:
+        """The policy version with which the run has reached its goal."""
+        return self.source.until_version if self.is_replay and self.source.until_version >= 0 else self.run.num_steps
+
+    @property
+    def num_train_steps(self) -> int:
+        """Train steps between the two."""
+        return max(self.last_version - self.first_version, 0)
 
     @property
     def run_directory(self) -> Path:
@@ -340,6 +467,8 @@ class RunConfig(Section):
 
     def roles(self) -> dict[str, int]:
         """Every role that this run needs, with the number of its workers."""
+        if self.is_replay:
+            return {"controller": 1, "metrics": 1, "trainer": 1}
         counts = {"controller": 1, "metrics": 1, "prompter": 1, "rollout": self.workers.rollout, "reward": self.workers.reward}
         if self.algorithm.kl_coefficient > 0:
             counts["reference"] = self.workers.reference

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from relax_events.broker.admin import Admin
 from relax_events.broker.connection import Connection
+from relax_events.broker.credentials import as_principal
 from relax_events.broker.embedded import EmbeddedBroker
 from relax_events.config import RunConfig
 from relax_events.errors import BrokerUnavailable
 
+OPERATOR = "operator"
 ANSWER_SECONDS = 5.0
 """How long a person at the command line waits to learn that no broker is there."""
 
 
 def embedded_broker(config: RunConfig) -> EmbeddedBroker | None:
     """Return the broker that the run brings along, or None when it uses a cluster."""
-    return EmbeddedBroker(config.run.directory / "broker") if config.broker.bootstrap_servers == "embedded" else None
+    if config.broker.bootstrap_servers != "embedded":
+        return None
+    return EmbeddedBroker(config.run.directory / "broker", credentials=config.broker.credentials)
 
 
 def with_bootstrap_servers(config: RunConfig, bootstrap_servers: str) -> RunConfig:
@@ -22,7 +26,17 @@ def with_bootstrap_servers(config: RunConfig, bootstrap_servers: str) -> RunConf
     return config.model_copy(update={"broker": config.broker.model_copy(update={"bootstrap_servers": bootstrap_servers})})
 
 
-def attach(config: RunConfig) -> RunConfig:
+def attach(config: RunConfig, *, principal: str = OPERATOR) -> RunConfig:
+    """Return the configuration of a process that reaches the broker: with its address, and with who it is there.
+
+    Raises:
+        BrokerUnavailable: The embedded broker does not run.
+        ConfigError: `broker.credentials` has no password for the principal.
+    """
+    return as_principal(locate(config), principal)
+
+
+def locate(config: RunConfig) -> RunConfig:
     """Return the configuration with the address of the embedded broker; a cluster's stays as it is.
 
     Raises:
@@ -46,6 +60,7 @@ def open_admin(config: RunConfig, *, name: str, timeout_seconds: float = ANSWER_
         timeout_seconds: How long to wait for an answer; `broker.request_timeout_seconds` where that is less.
     Raises:
         BrokerUnavailable: None answered in time; the text names the address and the remedy.
+        BrokerRefused: One is there and does not let us in; the text says why.
     """
     admin = Admin(Connection.of(config.broker, client_id=f"{config.run.id}.{name}"))
     admin.ping(timeout_seconds=min(timeout_seconds, config.broker.request_timeout_seconds))

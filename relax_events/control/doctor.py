@@ -6,11 +6,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from relax_events.broker.credentials import as_principal
 from relax_events.broker.embedded.java import find_java
+from relax_events.broker.registry import RegistryClient
 from relax_events.config import RunConfig
-from relax_events.control.address import embedded_broker, open_admin, with_bootstrap_servers
+from relax_events.control.address import OPERATOR, embedded_broker, open_admin, with_bootstrap_servers
 from relax_events.control.requirements import require_metrics_ports, require_model, require_roles
-from relax_events.control.topics import plan_changes
+from relax_events.control.topics.applying import plan_changes
 from relax_events.data.rows import PromptRow
 from relax_events.data.sources import open_source
 from relax_events.errors import CheckFailed, EnvironmentProblem, RelaxError
@@ -36,6 +38,7 @@ def examine(config: RunConfig) -> list[Finding]:
     prompts = PromptCheck()
     checks: dict[str, Callable[[RunConfig], str]] = {
         "broker": check_broker,
+        "schema registry": check_registry,
         "object store": check_store,
         "disk": check_disk,
         "model": require_model,
@@ -61,17 +64,24 @@ def check_broker(config: RunConfig) -> str:
         java = find_java()
         return f"embedded, not running; Java {java.major} at {java.executable}"
     reached = config if broker is None else with_bootstrap_servers(config, broker.bootstrap_servers)
-    admin = open_admin(reached, name="doctor")
+    admin = open_admin(as_principal(reached, OPERATOR), name="doctor")
     plan = TopicPlan.of(config)
-    changes = plan_changes(plan.specs(), admin.topics(plan.topic("")))
+    changes = [change for change in plan_changes(plan.specs(), admin.topics(plan.topic(""))) if change.is_drift]
     if conflicts := [change for change in changes if change.kind == "conflict"]:
         raise CheckFailed(f"topic {conflicts[0].topic} {conflicts[0].detail}; take another run.id")
     return f"{reached.broker.bootstrap_servers} answers; {len(changes)} topic change(s) to apply"
 
 
+def check_registry(config: RunConfig) -> str:
+    """The schema registry answers, where the run has one."""
+    if not config.broker.schema_registry:
+        return "none: records carry their schema's fingerprint"
+    return f"{config.broker.schema_registry} answers; it holds {RegistryClient.of(config.broker).num_subjects()} subject(s)"
+
+
 def check_store(config: RunConfig) -> str:
     """The object store takes an object and gives it back."""
-    store = ObjectStore.open(config.objects_uri)
+    store = ObjectStore.open(config.objects_uri, moved_from=config.objects.moved_from)
     reference = store.put_at("doctor/probe", PROBE)
     store.get(reference)
     store.delete(["doctor/probe"])

@@ -26,7 +26,7 @@ def prepare_run(config: RunConfig) -> None:
     require_roles(config)
     require_metrics_ports(config)
     require_model(config)
-    if not config.data.source.startswith(GENERATED):
+    if not config.is_replay and not config.data.source.startswith(GENERATED):
         open_source(config.data, seed=config.run.seed)
     if not config.model.path.exists():
         _make_model(config)

@@ -14,18 +14,23 @@ import structlog
 
 from relax_events.broker.admin import Admin
 from relax_events.broker.connection import Connection
+from relax_events.broker.credentials import as_principal, without_credentials
+from relax_events.broker.embedded import BrokerBusy
 from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord
+from relax_events.broker.registry import open_codec
 from relax_events.config import RunConfig
-from relax_events.control.address import embedded_broker, open_admin, with_bootstrap_servers
+from relax_events.control.address import OPERATOR, embedded_broker, open_admin, with_bootstrap_servers
 from relax_events.control.ledger import read_ledger
-from relax_events.control.progress import ProgressDisplay
-from relax_events.control.report import write_report
+from relax_events.control.progress.display import ProgressDisplay
+from relax_events.control.report.writing import write_report
 from relax_events.control.run_state import FOLLOWED, RunState
+from relax_events.control.runs.replay import settle_source, source_curves
+from relax_events.control.security import admin_connection, apply_security
 from relax_events.control.supervisor import Supervisor
-from relax_events.control.topics import apply_topics, consumer_lag
+from relax_events.control.topics.applying import apply_topics
+from relax_events.control.topics.lag import consumer_lag
 from relax_events.errors import BrokerError, CheckFailed, RunFailed
-from relax_events.events.codec import EventCodec
 from relax_events.events.types import Command, Event, RunCommanded, now_micros
 from relax_events.pipeline.control import ControlFollower
 from relax_events.pipeline.drain import Drain
@@ -51,6 +56,7 @@ class RunSession:
         self._lag: dict[str, dict[int, int]] = {}
         self._lag_read_at = 0.0
         self._started_at = now_micros()
+        self._codec = open_codec(config.broker)
 
     def run(self) -> dict[str, Any]:
         """Run to the end and return the report.
@@ -67,6 +73,7 @@ class RunSession:
         with ExitStack() as stack:
             display = stack.enter_context(ProgressDisplay(self._config))
             self._start_broker(stack, display)
+            self._config = settle_source(self._config)
             apply_topics(self._config, open_admin(self._config, name="run"))
             lag_connection = Connection.of(self._config.broker, client_id=f"{self._config.run.id}.lag")
             admin = Admin(replace(lag_connection, request_timeout_seconds=LAG_TIMEOUT_SECONDS))
@@ -84,7 +91,9 @@ class RunSession:
             return self._conclude(time.monotonic() - started)
 
     def _start_broker(self, stack: ExitStack, display: ProgressDisplay) -> None:
+        """Start the broker that the run brings along; if it is a secured one, see that it knows our principals."""
         if self._broker is None:
+            self._config = as_principal(self._config, OPERATOR)
             return
         was_running = self._broker.is_running
         self._broker.start()
@@ -92,18 +101,21 @@ class RunSession:
             stack.callback(self._broker.stop)
         self._config = with_bootstrap_servers(self._config, self._broker.bootstrap_servers)
         display.note(f"broker {'found' if was_running else 'started'} at {self._broker.bootstrap_servers}")
+        if self._config.broker.credentials is not None:
+            apply_security(self._config, admin_connection(self._config))
+            self._config = as_principal(self._config, OPERATOR)
 
     def _write_resolved(self) -> Path:
         """Write the run file with everything filled in: what the workers are started with."""
         path = self._config.run_directory / "run.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(orjson.dumps(self._config.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
+        path.write_bytes(orjson.dumps(without_credentials(self._config).model_dump(mode="json"), option=orjson.OPT_INDENT_2))
         path.chmod(0o600)
         return path
 
     def _follow(self, stack: ExitStack) -> ControlFollower:
         connection = Connection.of(self._config.broker, client_id=f"{self._config.run.id}.progress")
-        follower = ControlFollower(connection, TopicPlan.of(self._config), EventCodec(), also=FOLLOWED)
+        follower = ControlFollower(connection, TopicPlan.of(self._config), self._codec, also=FOLLOWED)
         stack.callback(follower.close)
         follower.start(self._note)
         return follower
@@ -112,13 +124,13 @@ class RunSession:
         """Take back the end of an earlier session, unless the run has reached its goal."""
         with self._lock:
             ended, num_steps = self._state.ended, self._state.num_steps
-        if ended is None or num_steps >= self._config.run.num_steps:
+        if ended is None or num_steps >= self._config.num_train_steps:
             return
         display.note(f"taken up at step {num_steps}; it had ended: {ended.reason}")
         plan = TopicPlan.of(self._config)
-        resume = RunCommanded(command=Command.RESUME, reason=f"relax run, towards {self._config.run.num_steps} steps")
+        resume = RunCommanded(command=Command.RESUME, reason=f"relax run, towards {self._config.num_train_steps} steps")
         producer = RecordProducer(Connection.of(self._config.broker, client_id=f"{self._config.run.id}.run"))
-        producer.write([OutRecord(plan.topic("control.commands"), EventCodec().encode(resume))])
+        producer.write([OutRecord(plan.topic("control.commands"), self._codec.encode(resume))])
         producer.close()
         with self._lock:
             self._state.note(resume)
@@ -155,7 +167,10 @@ class RunSession:
         if self._broker is not None and not self._broker.is_running:
             display.note("the broker died and is started again")
             log.warning("broker.died", error=str(self._broker.died_error()))
-            self._broker.start()
+            try:
+                self._broker.start()
+            except BrokerBusy as error:  # who stopped it may not be done yet, or somebody else starts it: look again at the next turn
+                log.info("broker.busy", error=str(error))
 
     def _show(self, admin: Admin, display: ProgressDisplay, supervisor: Supervisor) -> None:
         if time.monotonic() - self._lag_read_at > LAG_EVERY_SECONDS:
@@ -173,7 +188,8 @@ class RunSession:
         succeeded = ended is not None and ended.succeeded
         reason = ended.reason if ended else "interrupted; the same command takes the run up where it is"
         ledger = read_ledger(self._config)
-        report = write_report(self._config, self._state, ledger, wall_seconds=wall_seconds, succeeded=succeeded, reason=reason)
+        source = source_curves(self._config, [step.train_step for step in self._state.steps])
+        report = write_report(self._config, self._state, ledger, wall_seconds=wall_seconds, succeeded=succeeded, reason=reason, source=source)
         if problems := ledger.problems():
             raise CheckFailed("the ledger found broken promises:\n" + "\n".join(problems))
         if not succeeded:

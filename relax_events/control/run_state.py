@@ -13,9 +13,11 @@ from relax_events.events.types import (
     PolicyVersionPublished,
     PromptGroupEnded,
     RunCommanded,
+    RunDescribed,
     TrainStepCommitted,
     WorkerBeat,
 )
+from relax_events.policy import is_guest
 
 FOLLOWED = ("control.train-steps", "control.group-outcomes", "control.heartbeats", "control.metrics")
 
@@ -34,6 +36,7 @@ class RunState:
     metrics: dict[str, MetricsReported] = field(default_factory=dict)
     ended: RunCommanded | None = None
     resumed_at: int = 0
+    described: RunDescribed | None = None
 
     def note(self, event: Event) -> None:
         """Take in an event."""
@@ -47,6 +50,8 @@ class RunState:
             self.workers[event.worker_id] = event
         elif isinstance(event, MetricsReported):
             self.metrics[event.worker_id] = event
+        elif isinstance(event, RunDescribed):
+            self.described = event
         elif isinstance(event, RunCommanded) and event.role is None:
             self._note_command(event)
 
@@ -57,7 +62,7 @@ class RunState:
             self.ended, self.failed_in_a_row, self.resumed_at = None, 0, event.commanded_at
 
     def _note_end(self, event: PromptGroupEnded) -> None:
-        if event.prompt_group_id in self.ended_group_ids:
+        if event.prompt_group_id in self.ended_group_ids or is_guest(event.prompt_group_id):
             return
         self.ended_group_ids.add(event.prompt_group_id)
         self.outcomes[event.outcome.value] += 1

@@ -13,13 +13,15 @@ from pathlib import Path
 
 import structlog
 
+from relax_events.broker.credentials import SHARED_VARIABLES, credential_environment
 from relax_events.config import RunConfig
 from relax_events.control.orphans import VARIABLE
-from relax_events.errors import ConfigError, Fenced, RunFailed, SchemaError
+from relax_events.errors import BrokerRefused, ConfigError, Fenced, RunFailed, SchemaError
 from relax_events.events.types import WorkerBeat, WorkerState, now_micros
 
 log = structlog.get_logger()
 FATAL_CODES = {kind.exit_code: kind for kind in (ConfigError, SchemaError)}
+GIVEN_UP = {BrokerRefused.exit_code: BrokerRefused}  # tried again at first: the brokers may be taking up new rights
 BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0)
 RESTART_WINDOW_SECONDS = 60.0
 AFTER_DRAIN_SECONDS = 1.0  # the command to stop may reach a worker before it reaches us
@@ -56,6 +58,7 @@ class ManagedProcess:
     command: list[str]
     log_path: Path
     metrics_port: int = 0
+    credentials: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     start_after: float = 0.0
     starts: list[float] = field(default_factory=list)
@@ -100,7 +103,8 @@ class Supervisor:
             ranks = str(self._config.trainer.ranks)
             launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "-m", "relax_events.cli"]
         command = [*launcher, "worker", role, str(self._config_path), "--index", str(index)]
-        return ManagedProcess(worker_id, command, self._logs / f"{worker_id}.log", self._config.telemetry.port_of(place))
+        log_path, port = self._logs / f"{worker_id}.log", self._config.telemetry.port_of(place)
+        return ManagedProcess(worker_id, command, log_path, port, credential_environment(self._config, role))
 
     @property
     def pids(self) -> dict[str, int]:
@@ -115,7 +119,8 @@ class Supervisor:
 
     def _spawn(self, managed: ManagedProcess) -> None:
         managed.starts = [*managed.starts[-50:], time.monotonic()]
-        environment = worker_environment() | {"RELAX_TELEMETRY__METRICS_PORT": str(managed.metrics_port)}
+        environment = {name: value for name, value in worker_environment().items() if name not in SHARED_VARIABLES}
+        environment |= {"RELAX_TELEMETRY__METRICS_PORT": str(managed.metrics_port), **managed.credentials}
         with managed.log_path.open("ab") as file:
             managed.process = subprocess.Popen(
                 managed.command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True, env=environment
@@ -143,9 +148,9 @@ class Supervisor:
     def _note_end(self, managed: ManagedProcess, code: int) -> None:
         recent = [start for start in managed.starts if time.monotonic() - start < RESTART_WINDOW_SECONDS]
         if code in FATAL_CODES or len(recent) > self._config.workers.max_restarts:
-            kind = FATAL_CODES.get(code, RunFailed)
+            kind = {**FATAL_CODES, **GIVEN_UP}.get(code, RunFailed)
             raise kind(f"{managed.worker_id} ended with exit code {code}; the end of {managed.log_path}:\n{managed.log_tail()}")
-        delay = BACKOFF_SECONDS[min(len(recent) - 1, len(BACKOFF_SECONDS) - 1)]
+        delay = BACKOFF_SECONDS[min(max(len(recent) - 1, 0), len(BACKOFF_SECONDS) - 1)]  # one that lived for long starts at once
         if code == 0:
             delay = max(delay, AFTER_DRAIN_SECONDS)
         else:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_events.config import DataConfig
+from relax_events.data.tokenizer_folder import FolderTokenizer
 from relax_events.errors import ConfigError
 from relax_events.events.types import ChatMessage
 
@@ -24,7 +25,7 @@ class PromptRenderer:
     `stop_token_ids` are the tokens that end a completion: the tokenizer's and those of the model's generation settings.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, stop_token_ids: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: FolderTokenizer | PreTrainedTokenizerBase, config: DataConfig, *, stop_token_ids: Sequence[int] = ()) -> None:
         """Render with a tokenizer at hand.
 
         Args:
@@ -52,13 +53,7 @@ class PromptRenderer:
         """
         if not path.is_dir():
             raise ConfigError(f"model folder {path} does not exist; set model.path, or make the folder with: relax models prepare CONFIG")
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model folder {path} holds no usable tokenizer: {error}") from None
-        return cls(tokenizer, config, stop_token_ids=_generation_stops(path / "generation_config.json"))
+        return cls(_tokenizer(path), config, stop_token_ids=_generation_stops(path / "generation_config.json"))
 
     def prompt_tokens(self, messages: Sequence[ChatMessage]) -> NDArray[np.int32]:
         """Render a conversation up to where the model goes on.
@@ -82,6 +77,19 @@ class PromptRenderer:
 
     def _encode(self, text: str) -> NDArray[np.int32]:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+
+
+def _tokenizer(path: Path) -> FolderTokenizer | PreTrainedTokenizerBase:
+    """Load the tokenizer by itself, or by transformers where the folder is of an older or richer kind."""
+    try:
+        if (tokenizer := FolderTokenizer.open(path)) is not None:
+            return tokenizer
+        from transformers import AutoTokenizer
+
+        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model folder {path} holds no usable tokenizer: {error}") from None
+    return loaded
 
 
 def _generation_stops(path: Path) -> list[int]:

@@ -33,15 +33,20 @@ class PromptStream:
         return self._source.row(self.source_index(row_number))
 
     def source_index(self, row_number: int) -> int:
-        """Tell which row of the source stands at a position.
+        """Tell which row of the source stands at a position; see `source_index`."""
+        return source_index(row_number, num_rows=self._source.rows, seed=self._seed, shuffle=self._shuffle)
 
-        Raises:
-            IndexError: The position is negative.
-        """
-        if row_number < 0:
-            raise IndexError(f"row_number must be >= 0, got {row_number}")
-        epoch, position = divmod(row_number, self._source.rows)
-        return permuted(position, size=self._source.rows, key=f"{self._seed}:{epoch}") if self._shuffle else position
+
+def source_index(row_number: int, *, num_rows: int, seed: int, shuffle: bool) -> int:
+    """Tell which row of a source stands at a position of its stream.
+
+    Raises:
+        IndexError: The position is negative.
+    """
+    if row_number < 0:
+        raise IndexError(f"row_number must be >= 0, got {row_number}")
+    epoch, position = divmod(row_number, num_rows)
+    return permuted(position, size=num_rows, key=f"{seed}:{epoch}") if shuffle else position
 
 
 def permuted(position: int, *, size: int, key: str) -> int:

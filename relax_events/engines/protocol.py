@@ -5,9 +5,10 @@ The worker submits prompt groups and polls for finished samples; the engine neve
     worker   submit(request) --> engine     returns at once; the samples queue until a row is free
     worker   poll(timeout)   --> engine     waits for the first finished sample, at most the timeout
     worker   load_weights()  --> engine     returns when the new version serves; takes effect between two tokens
+    others   interrupt()     --> engine     a poll that waits returns at its next token: there is something to do for the worker
     worker   abort()         --> engine     returns what has been generated so far, fit to be submitted again
 
-An engine is used by one thread. A sample that was submitted comes back exactly once: by `poll`, or by `abort`.
+An engine is used by one thread, save for `interrupt`. A sample that was submitted comes back exactly once: by `poll`, or by `abort`.
 """
 
 from __future__ import annotations
@@ -110,6 +111,10 @@ class Engine(Protocol):
 
         An engine in this process takes its decoding steps in here, so it may overrun the timeout by one step.
         """
+        ...
+
+    def interrupt(self) -> None:
+        """Let a poll that waits return before its time, from any thread; when none waits, the next one may return at once."""
         ...
 
     def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:

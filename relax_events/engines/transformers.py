@@ -14,6 +14,7 @@ says what was found.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
@@ -72,6 +73,7 @@ class TransformersEngine:
         self._finished: list[GeneratedSample] = []
         self._num_submitted = 0
         self._asleep = False
+        self._interrupted = threading.Event()
 
     @property
     def num_running(self) -> int:
@@ -109,10 +111,15 @@ class TransformersEngine:
         deadline = time.monotonic() + timeout_seconds
         while not self._finished and self.num_running and not self._asleep:
             self._step()
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline or self._interrupted.is_set():
                 break
+        self._interrupted.clear()
         finished, self._finished = self._finished, []
         return finished
+
+    def interrupt(self) -> None:
+        """Let a poll that decodes return after the step at hand."""
+        self._interrupted.set()
 
     def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:
         """Take samples out, all of them without `sample_ids`, and give them back as they are."""

@@ -1,25 +1,50 @@
-"""Avro single-object encoding: two magic bytes, the writer schema's fingerprint, the body."""
+"""Events as bytes: Avro's single-object encoding, or Confluent's framing where a schema registry is used.
+
+    single object   C3 01, the writer schema's fingerprint in eight bytes, the body
+    Confluent       00, the schema's id at the registry in four bytes (big-endian), the body
+
+Writing takes one of the two; reading takes both, always. The ids stand on control.schemas beside the schemas that they
+are of, so a log can be read without the registry that its writers used.
+"""
 
 from __future__ import annotations
 
 import io
 import json
 import typing
-from typing import Any
+from functools import lru_cache
+from typing import Protocol
 
 import fastavro
 
 from relax_events.errors import CorruptRecord, SchemaError
 from relax_events.events.conversion import Converter, record_reader, record_writer
-from relax_events.events.schemas import Schema, name_of, released_schemas, runtime_schema, schema_fingerprint
+from relax_events.events.schemas import Schema, current_schemas, name_of, runtime_schema, schema_fingerprint
 from relax_events.events.types import Event
 
 MAGIC = b"\xc3\x01"
 HEADER_BYTES = 10
+CONFLUENT_MAGIC = b"\x00"
+CONFLUENT_HEADER_BYTES = 5
+REGISTRY_IDS = "registry_schema_ids"
+"""Attribute of a published schema: its ids at the registry, several where its texts differed in what doesn't count.
+
+Avro lets schemas carry attributes that it doesn't know.
+"""
 
 
 class UnknownFingerprint(SchemaError):
     """The record was written with a schema that this process has not learnt yet."""
+
+
+class SchemaRegistry(Protocol):
+    """Where schemas have numbers."""
+
+    def register(self, name: str, schema_json: str) -> int:
+        """Return the id of a schema under its record's name, registering it when it is new."""
+
+    def schema(self, schema_id: int) -> str | None:
+        """Return the schema of an id as JSON, or None when there is none."""
 
 
 class EventCodec:
@@ -28,19 +53,29 @@ class EventCodec:
     Not safe for encoding by several threads at once with the same buffer, which is why each call has its own.
     """
 
-    def __init__(self) -> None:
-        released = released_schemas()
+    def __init__(self, registry: SchemaRegistry | None = None) -> None:
+        """Make a codec; with a registry every schema of ours is registered now, and records are framed by its ids."""
+        self._registry = registry
+        current = current_schemas()
         self._writers: dict[type, tuple[bytes, Schema, Converter]] = {}
         self._readers: dict[str, tuple[Schema, Converter]] = {}
         self._known: dict[bytes, tuple[Schema, Schema | None, Converter]] = {}
+        self._fingerprints: dict[int, bytes] = {}
         self.schemas: dict[bytes, Schema] = {}
         for cls in typing.get_args(Event):
-            schema = next(schema for name, schema in released.items() if name.rsplit(".", 1)[-1] == cls.__name__)
+            schema = next(schema for name, schema in current.items() if name.rsplit(".", 1)[-1] == cls.__name__)
             parsed, fingerprint, reader = runtime_schema(schema), schema_fingerprint(schema), record_reader(cls)
-            self._writers[cls] = (MAGIC + fingerprint, parsed, record_writer(cls))
+            self._writers[cls] = (self._header(schema, fingerprint), parsed, record_writer(cls))
             self._readers[name_of(schema)] = (parsed, reader)
             self._known[fingerprint] = (parsed, None, reader)
             self.schemas[fingerprint] = schema
+
+    def _header(self, schema: Schema, fingerprint: bytes) -> bytes:
+        if self._registry is None:
+            return MAGIC + fingerprint
+        schema_id = self._registry.register(name_of(schema), json.dumps(schema, separators=(",", ":")))
+        self._fingerprints[schema_id] = fingerprint
+        return CONFLUENT_MAGIC + schema_id.to_bytes(4, "big")
 
     def encode(self, event: Event) -> bytes:
         """Return the event's bytes.
@@ -64,47 +99,85 @@ class EventCodec:
             UnknownFingerprint: The writer schema has not been learnt.
             CorruptRecord: The bytes are no event.
         """
-        if data is None or len(data) < HEADER_BYTES or data[:2] != MAGIC:
-            raise CorruptRecord(f"record of {len(data or b'')} bytes doesn't begin with Avro's single-object marker")
-        known = self._known.get(bytes(data[2:HEADER_BYTES]))
-        if known is None:
-            raise UnknownFingerprint(f"schema {data[2:HEADER_BYTES].hex()} is unknown; its writer has not published it on control.schemas")
+        fingerprint, header_bytes = self._fingerprint_of(data or b"")
+        known = self._known.get(fingerprint)
+        if data is None or known is None:
+            raise UnknownFingerprint(f"schema {fingerprint.hex()} is unknown; its writer has not published it on control.schemas")
         writer, reader, from_record = known
         buffer = io.BytesIO(data)
-        buffer.seek(HEADER_BYTES)
+        buffer.seek(header_bytes)
         try:
             event: Event = from_record(fastavro.schemaless_reader(buffer, writer, reader))
         except CorruptRecord:
             raise
         except (EOFError, ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, fastavro.read.SchemaResolutionError) as error:
-            raise CorruptRecord(f"record can't be decoded by schema {data[2:HEADER_BYTES].hex()}: {type(error).__name__} {error}") from error
+            raise CorruptRecord(f"record can't be decoded by schema {fingerprint.hex()}: {type(error).__name__} {error}") from error
         if buffer.tell() != len(data):
             raise CorruptRecord(f"record has {len(data) - buffer.tell()} bytes after its event")
         return event
+
+    def _fingerprint_of(self, data: bytes) -> tuple[bytes, int]:
+        """Return the fingerprint of a record's writer schema, and where its body begins."""
+        if len(data) >= HEADER_BYTES and data[:2] == MAGIC:
+            return bytes(data[2:HEADER_BYTES]), HEADER_BYTES
+        schema_id = int.from_bytes(data[1:CONFLUENT_HEADER_BYTES], "big")
+        if len(data) < CONFLUENT_HEADER_BYTES or data[:1] != CONFLUENT_MAGIC or not schema_id:
+            raise CorruptRecord(f"record of {len(data)} bytes doesn't begin with Avro's single-object marker or with a registry's schema id")
+        if schema_id not in self._fingerprints:
+            self._look_up(schema_id, f"record of {len(data)} bytes names schema id {schema_id} of a schema registry")
+        return self._fingerprints[schema_id], CONFLUENT_HEADER_BYTES
+
+    def _look_up(self, schema_id: int, what: str) -> None:
+        """Ask the registry for a schema that nobody has published on control.schemas."""
+        if self._registry is None:
+            raise UnknownFingerprint(f"{what}, which nobody has published on control.schemas; set broker.schema_registry to look there")
+        schema_json = self._registry.schema(schema_id)
+        if schema_json is None:
+            raise UnknownFingerprint(f"{what}, which is neither on control.schemas nor at broker.schema_registry")
+        self._fingerprints[schema_id] = self.learn(schema_json)
 
     def learn(self, schema_json: bytes | str) -> bytes:
         """Accept a foreign writer schema and return its fingerprint; a schema for no event of ours is remembered, unused.
 
         Raises:
-            SchemaError: It is not an Avro schema.
+            SchemaError: It is not an Avro schema, or it has the id of another schema.
         """
-        try:
-            schema: Schema = json.loads(schema_json)
-            fingerprint, parsed, name = schema_fingerprint(schema), runtime_schema(schema), name_of(schema)
-        except (ValueError, KeyError, TypeError, fastavro.schema.SchemaParseException) as error:
-            raise SchemaError(f"published schema is not an Avro record schema: {error}") from error
+        schema, schema_ids, fingerprint, parsed, name = _published(schema_json)
         if fingerprint not in self._known and name in self._readers:
             reader, from_record = self._readers[name]
             self._known[fingerprint] = (parsed, reader, from_record)
             self.schemas[fingerprint] = schema
+        for schema_id in schema_ids:
+            if (other := self._fingerprints.setdefault(schema_id, fingerprint)) != fingerprint:
+                both = f"{other.hex()} and for {fingerprint.hex()}"
+                raise SchemaError(f"registry id {schema_id} stands for schema {both}; a run keeps to one schema registry")
         return fingerprint
 
     def published_form(self) -> dict[bytes, bytes]:
-        """Return what belongs on control.schemas: schema JSON by fingerprint."""
-        return {fingerprint: json.dumps(schema, separators=(",", ":")).encode() for fingerprint, schema in self.schemas.items()}
+        """Return what belongs on control.schemas: schema JSON by fingerprint, with its ids at the registry where it has some."""
+        ids: dict[bytes, list[int]] = {}
+        for schema_id, fingerprint in self._fingerprints.items():
+            ids.setdefault(fingerprint, []).append(schema_id)
+        extra = {fingerprint: {REGISTRY_IDS: schema_ids} for fingerprint, schema_ids in ids.items()}
+        return {
+            fingerprint: json.dumps(schema | extra.get(fingerprint, {}), separators=(",", ":")).encode()
+            for fingerprint, schema in self.schemas.items()
+        }
+
+    def event_name(self, data: bytes) -> str:
+        """Return the name of the event in a record without decoding it, or `unknown`."""
+        try:
+            return str(self.schemas[self._fingerprint_of(data)[0]]["name"])
+        except (CorruptRecord, UnknownFingerprint, KeyError):
+            return "unknown"
 
 
-def event_name(data: bytes, codec: EventCodec) -> str:
-    """Return the name of the event in a record without decoding it, or `unknown`."""
-    schema: Any = codec.schemas.get(bytes(data[2:HEADER_BYTES]))
-    return str(schema["name"]) if schema else "unknown"
+@lru_cache(maxsize=1024)
+def _published(schema_json: bytes | str) -> tuple[Schema, list[int], bytes, Schema, str]:
+    """Take a published schema apart, once for each text: every worker that ever started has published the same ones."""
+    try:
+        schema: Schema = json.loads(schema_json)
+        schema_ids = [int(schema_id) for schema_id in schema.pop(REGISTRY_IDS, ())]
+        return schema, schema_ids, schema_fingerprint(schema), runtime_schema(schema), name_of(schema)
+    except (AttributeError, ValueError, KeyError, TypeError, fastavro.schema.SchemaParseException) as error:
+        raise SchemaError(f"published schema is not an Avro record schema: {error}") from error

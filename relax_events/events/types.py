@@ -333,6 +333,19 @@ class RunCommanded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunDescribed:
+    """What the run is: its run file, and the run that it goes back to."""
+
+    run_id: str
+    config: str
+    config_digest: str
+    package_version: str
+    source_run: str | None = None
+    source_version: int | None = None
+    described_at: int = field(default_factory=now_micros)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerBeat:
     """A worker's work loop is alive."""
 
@@ -370,6 +383,7 @@ Event = (
     | PolicyVersionPublished
     | TrainStepCommitted
     | RunCommanded
+    | RunDescribed
     | WorkerBeat
     | MetricsReported
 )

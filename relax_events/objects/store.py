@@ -22,23 +22,25 @@ KEY_PATTERN = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]*(/[A-Za-z0-9_=-][A-Za-z
 class ObjectStore:
     """Objects under one root. Writes are atomic: a reader sees the whole object or none. Safe to use from several threads."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, *, moved_from: Iterable[str] = ()) -> None:
         """Wrap an opened storage; `open` is the usual way."""
+        self._former_roots = tuple(f"{uri.rstrip('/')}/" for uri in moved_from)
         self._storage = backend.storage
         self._is_remote = backend.is_remote
         self._root = backend.root
 
     @classmethod
-    def open(cls, uri: str, *, deadlines: Deadlines | None = None) -> Self:
+    def open(cls, uri: str, *, deadlines: Deadlines | None = None, moved_from: Iterable[str] = ()) -> Self:
         """Open the store at a URI; every `memory://` is a new, empty one.
 
         Args:
             uri: `file:///directory` (made if missing), `memory://`, `s3://bucket/prefix` or `gs://bucket/prefix`.
             deadlines: Of calls to a remote store.
+            moved_from: URIs of stores whose objects were copied here: what refers to those is found here.
         Raises:
             ConfigError: The URI names no store, or one that can't be opened.
         """
-        return cls(open_backend(uri, deadlines=deadlines or Deadlines()))
+        return cls(open_backend(uri, deadlines=deadlines or Deadlines()), moved_from=moved_from)
 
     def put(self, data: bytes | memoryview, *, suffix: str = "") -> ObjectRef:
         """Store bytes under their own digest, `sha256/ab/abcd...`; content that is there already is not sent again.
@@ -131,9 +133,10 @@ class ObjectStore:
         Raises:
             ObjectError: The URI lies outside this store.
         """
-        if not uri.startswith(self._root):
+        root = next((root for root in (self._root, *self._former_roots) if uri.startswith(root)), None)
+        if root is None:
             raise ObjectError(f"{uri} lies outside the object store {self._root}; set objects.uri to the store that it was written to")
-        return self._checked(uri.removeprefix(self._root))
+        return self._checked(uri.removeprefix(root))
 
     def _checked(self, key: str) -> str:
         if not KEY_PATTERN.fullmatch(key):

@@ -10,7 +10,7 @@ import structlog
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import LogReader
 from relax_events.broker.records import Record
-from relax_events.errors import BrokerError, CorruptRecord, RelaxError, SchemaError
+from relax_events.errors import AccessDenied, BrokerError, CorruptRecord, RelaxError, SchemaError
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import Command, Event, PolicyVersionPublished, RunCommanded
 from relax_events.topics import TopicPlan
@@ -48,6 +48,7 @@ class ControlFollower:
         history, self.history = self.history, []
         for event in history:
             self._tell(event)
+        self._reader.assign({place: self._learnt.get(place, 0) for place in self._places})
         self._thread.start()
 
     @property
@@ -78,18 +79,23 @@ class ControlFollower:
         self._reader.close()
 
     def _follow(self) -> None:
-        self._reader.assign({place: self._learnt.get(place, 0) for place in self._places})
         while not self._closing.is_set():
-            try:
-                records = self._reader.fetch(timeout_seconds=0.5)
-            except BrokerError as error:
-                log.warning("control.disturbed", error=str(error))
-                self._closing.wait(0.5)  # the next try may fail as fast
-                continue
-            for record in records:
-                event = self._take(record)
-                if event is not None:
-                    self._tell(event)
+            self.turn(timeout_seconds=0.5)
+
+    def turn(self, *, timeout_seconds: float) -> None:
+        """Wait for records, and tell the listeners what is in them."""
+        try:
+            records = self._reader.fetch(timeout_seconds=timeout_seconds)
+        except BrokerError as error:
+            log.warning("control.disturbed", error=str(error))
+            if isinstance(error, AccessDenied):
+                self._connection.refusals.deny(error)
+            self._closing.wait(timeout_seconds)  # the next try may fail as fast
+            return
+        for record in records:
+            event = self._take(record)
+            if event is not None:
+                self._tell(event)
 
     def _take(self, record: Record) -> Event | None:
         self._learnt[record.topic, record.partition] = record.offset + 1
@@ -98,7 +104,7 @@ class ControlFollower:
             return None
         try:
             event = self._codec.decode(record.value)
-        except (CorruptRecord, SchemaError) as error:
+        except (CorruptRecord, SchemaError, BrokerError) as error:  # of the broker's: a stranger's schema, and a registry that is away
             log.error("control_record.refused", place=record.place, error=str(error))
             return None
         if isinstance(event, PolicyVersionPublished) and not self._is_newer(event):

@@ -7,19 +7,23 @@ under the same ids; whoever reads them keeps the first.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 from relax_events.broker.consumer import GroupConsumer
 from relax_events.broker.records import OutRecord, Record
-from relax_events.errors import PoisonSample
-from relax_events.events.types import Event, PolicyVersionPublished, SampleRolledOut, TopicOffset
+from relax_events.errors import CorruptRecord, PoisonSample
+from relax_events.events.tensors import dense
+from relax_events.events.types import Event, Outcome, PolicyVersionPublished, SampleRolledOut, TopicOffset
 from relax_events.pipeline.control import Listener
+from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.validation import check_sample
 from relax_events.pipeline.worker import Worker
 from relax_events.policy import skip_targets
 
 Handle = Callable[[Sequence[SampleRolledOut]], Sequence[OutRecord]]
 """Raises PoisonSample when one of the samples can't be handled; it is then called for each alone."""
+Fit = tuple[Record, SampleRolledOut]
 IDLE_SECONDS = 0.5
 
 
@@ -28,10 +32,14 @@ class MapRole:
 
     Waits for records; is unblocked by the broker, or every half second to beat. Records whose version left the window
     are passed over without being decoded, and a newly published version moves the consumer past what is stale in its slot.
+    With `max_tokens` a record batch is handled in parts, oldest version first, and each part's outputs go out at once: who waits for
+    the first of them does not wait for the last.
     """
 
-    def __init__(self, worker: Worker, handle: Handle, *, max_records: int = 256, listeners: Sequence[Listener] = ()) -> None:
-        self._worker, self._handle, self._max_records = worker, handle, max_records
+    def __init__(
+        self, worker: Worker, handle: Handle, *, max_records: int = 256, max_tokens: int | None = None, listeners: Sequence[Listener] = ()
+    ) -> None:
+        self._worker, self._handle, self._max_records, self._max_tokens = worker, handle, max_records, max_tokens
         self._topic = worker.plan.topic("rollout.samples")
         self._published: list[PolicyVersionPublished] = []
         self._listeners = listeners
@@ -57,10 +65,14 @@ class MapRole:
         self._worker.metrics.expired(len(records) - len(live))
         fit = [(record, sample) for record in live if (sample := self._sample(record)) is not None]
         self._worker.beats.num_in_flight = len(fit)
-        for out in self._outputs(fit):
-            self._worker.producer.send(out)
+        for part in parts_of(fit, max_tokens=self._max_tokens):
+            for out in self._outputs(part):
+                self._worker.producer.send(out)
+        failpoint(f"{self._worker.role}.before_flush")
         self._worker.producer.flush()
+        failpoint(f"{self._worker.role}.before_commit")
         self._consumer.commit(next_offsets(records))
+        failpoint(f"{self._worker.role}.after_commit")
         self._worker.beats.num_in_flight = 0
         self._worker.finished(len(records), started)
 
@@ -72,20 +84,32 @@ class MapRole:
             if len(fit) > 1:
                 return [out for one in fit for out in self._outputs([one])]
             self._worker.dead_letter(fit[0][0], error)
+            self._ask_to_end(fit[0][0], str(error))
             return ()
 
     def _sample(self, record: Record) -> SampleRolledOut | None:
-        """Decode and check; what is unfit goes to the dead letters (the advantage role ends its prompt group)."""
+        """Decode and check; what is unfit goes to the dead letters, and its prompt group is over."""
         event = self._worker.decode(record)
         if event is None:
+            self._ask_to_end(record, "record could not be decoded")
             return None
         try:
             sample = check_sample(event)
             self._worker.await_published(sample.policy_version)
         except PoisonSample as error:
             self._worker.dead_letter(record, error)
+            self._ask_to_end(record, str(error))
             return None
         return sample
+
+    def _ask_to_end(self, record: Record, reason: str) -> None:
+        """Ask the trainer to end the prompt group of a record that we can't use.
+
+        What is unusable to us may have been fit for the advantage role, as when an object got lost in between: it would wait for our output
+        for ever, and the trainer with it.
+        """
+        with suppress(CorruptRecord):  # a stranger's record belongs to no prompt group: its dead letter is all that can be done
+            self._worker.producer.send(self._worker.tombstone(record.key, Outcome.FAILED, f"{self._worker.role}: {reason}"))
 
     def _note_version(self, event: Event) -> None:
         if isinstance(event, PolicyVersionPublished):
@@ -99,6 +123,23 @@ class MapRole:
             for partition, offset in skip_targets(positions, starts).items():
                 self._worker.metrics.expired(offset - positions[partition])
                 self._consumer.seek(self._topic, partition, offset)
+
+
+def parts_of(fit: Sequence[Fit], *, max_tokens: int | None) -> Iterator[list[Fit]]:
+    """Cut samples, oldest version first, into parts of at most so many tokens; a longer sample is a part by itself."""
+    if max_tokens is None:
+        yield list(fit)
+        return
+    part: list[Fit] = []
+    num_tokens = 0
+    for one in sorted(fit, key=lambda one: one[1].policy_version):
+        length = len(dense(one[1].tokens, what=f"sample {one[1].sample_id}: tokens"))
+        if part and num_tokens + length > max_tokens:
+            yield part
+            part, num_tokens = [], 0
+        part.append(one)
+        num_tokens += length
+    yield part
 
 
 def next_offsets(records: Sequence[Record]) -> list[TopicOffset]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from relax_events.config import AlgorithmConfig
 from relax_events.errors import CorruptRecord, PoisonSample
 from relax_events.events.types import Array, Event, PromptGroupIssued, SampleReady, SampleRolledOut, StoredArray
 from relax_events.policy import IssuedGroup
@@ -20,9 +21,13 @@ def check_issued(event: Event) -> PromptGroupIssued:
     if not isinstance(event, PromptGroupIssued):
         raise PoisonSample(f"expected PromptGroupIssued, got {type(event).__name__}")
     try:
-        IssuedGroup.parse(event.prompt_group_id)
+        seat = IssuedGroup.parse(event.prompt_group_id)
     except CorruptRecord as error:
         raise PoisonSample(str(error)) from None
+    named, written = (seat.place.train_step, seat.place.group_index, seat.attempt), (event.train_step, event.group_index, event.attempt)
+    if named != written:
+        rule = f"the id must name train_step, group_index and attempt {written}, got {named}"
+        raise PoisonSample(f"prompt group {event.prompt_group_id}: {rule}")
     if not 1 <= event.samples_per_prompt <= MAX_SAMPLES_PER_PROMPT:
         rule = f"samples_per_prompt must be 1 to {MAX_SAMPLES_PER_PROMPT}"
         raise PoisonSample(f"prompt group {event.prompt_group_id}: {rule}, got {event.samples_per_prompt}")
@@ -49,6 +54,25 @@ def check_ready(event: Event) -> SampleReady:
     if not np.isfinite(event.reward):
         raise PoisonSample(f"sample {event.sample_id}: reward must be finite, got {event.reward}")
     return event
+
+
+def check_trainable(sample: SampleReady, *, algorithm: AlgorithmConfig, vocab_size: int) -> SampleReady:
+    """Return a ready sample that an algorithm and a model can be trained on.
+
+    Args:
+        sample: As `check_ready` lets it through.
+        algorithm: Says which log-probabilities it must carry.
+        vocab_size: Bound of the token ids that the model takes.
+    Raises:
+        PoisonSample: It can't; the text says why.
+    """
+    needed = {"actor_logprobs": algorithm.old_logprobs == "actor", "ref_logprobs": algorithm.kl_coefficient > 0}
+    for name, is_needed in needed.items():
+        if is_needed and getattr(sample, name) is None:
+            raise PoisonSample(f"sample {sample.sample_id}: the algorithm needs {name}, got none; was it made under another run file?")
+    if (highest := int(np.asarray(sample.tokens).max())) >= vocab_size:
+        raise PoisonSample(f"sample {sample.sample_id}: tokens must be below the vocabulary's {vocab_size}, got {highest}")
+    return sample
 
 
 def _check_arrays(event: SampleRolledOut | SampleReady, fields: tuple[str, ...]) -> None:

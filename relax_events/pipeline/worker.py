@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -13,13 +14,15 @@ import structlog
 from relax_events.broker.connection import Connection
 from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import POLICY_VERSION_HEADER, OutRecord, Record
+from relax_events.broker.registry import open_codec
 from relax_events.config import RunConfig
 from relax_events.errors import CorruptRecord, ObjectError, PoisonSample, RelaxError, SchemaError
-from relax_events.events.codec import EventCodec, UnknownFingerprint
+from relax_events.events.codec import UnknownFingerprint
 from relax_events.events.types import Command, Event, MetricsReported, Outcome, RunCommanded, WorkerBeat, WorkerState
 from relax_events.pipeline.beats import Beats
 from relax_events.pipeline.control import ControlFollower, Listener
 from relax_events.pipeline.drain import Drain
+from relax_events.pipeline.failpoints import arm_failpoints
 from relax_events.policy import end_of, is_expired
 from relax_events.telemetry.endpoint import WorkerEndpoint
 from relax_events.telemetry.logs import configure_logs
@@ -51,9 +54,10 @@ class Worker(AbstractContextManager["Worker"]):
         self.role, self.config = role, config
         self.worker_id = f"{role}-{index}"
         configure_logs(config.telemetry, role=role, worker_id=self.worker_id, run_id=config.run.id)
+        arm_failpoints(config.run_directory, os.environ)
         self.plan = TopicPlan.of(config)
         self.connection = Connection.of(config.broker, client_id=f"{config.run.id}.{self.worker_id}")
-        self.codec = EventCodec()
+        self.codec = open_codec(config.broker)
         self.metrics = WorkerMetrics(role)
         self.drain = Drain(seconds=config.workers.drain_seconds)
         self.beats = Beats(self._beat, worker_id=self.worker_id, role=role, interval_seconds=config.workers.beat_seconds)
@@ -167,7 +171,12 @@ class Worker(AbstractContextManager["Worker"]):
         self.beats.progress(count, seconds=seconds)
 
     def tick(self, *, working: bool) -> None:
-        """Beat, from the work loop."""
+        """Beat, from the work loop.
+
+        Raises:
+            AccessDenied: A background thread was denied what the role needs, or is let in no more.
+        """
+        self.connection.refusals.check()
         state = WorkerState.DRAINING if self.drain.requested else WorkerState.WORKING if working else WorkerState.IDLE
         self.metrics.policy_version(self.control.policy_version)
         self.metrics.in_flight(self.beats.num_in_flight)

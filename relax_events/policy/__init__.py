@@ -1,6 +1,6 @@
 """Staleness as an offset policy: admission, window and skip, as pure functions over versions and offsets."""
 
-from relax_events.policy.admission import IssuedGroup, Place, admitted_steps, due_places, end_of, reissue_of
+from relax_events.policy.admission import IssuedGroup, Place, admitted_steps, due_places, end_of, is_guest, reissue_of
 from relax_events.policy.selection import ReadyGroup, select_groups
 from relax_events.policy.window import is_expired, skip_targets, staleness_of, window
 
@@ -12,6 +12,7 @@ __all__ = [
     "due_places",
     "end_of",
     "is_expired",
+    "is_guest",
     "reissue_of",
     "select_groups",
     "skip_targets",

@@ -10,6 +10,8 @@ from relax_events.errors import CorruptRecord
 from relax_events.events.types import Outcome, PromptGroupEnded
 
 ID_PATTERN = re.compile("([0-9]{6,12})-([0-9]{4,12})-([0-9]{1,12})")
+FIRST_GUEST_SEAT = 1_000_000
+"""A `group_index` that no batch reaches: from here on the seats belong to producers other than the prompter."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -45,6 +47,15 @@ class IssuedGroup:
         if group is None or group.prompt_group_id != prompt_group_id:
             raise CorruptRecord(f"{prompt_group_id[:64]!r} is no prompt group id; they look like 000012-0003-0")
         return group
+
+
+def is_guest(prompt_group_id: str) -> bool:
+    """Tell whether a prompt group was issued by a producer other than the prompter: it is generated and scored, never trained.
+
+    A text that is no prompt group id is nobody's, and so no guest's.
+    """
+    match = ID_PATTERN.fullmatch(prompt_group_id)
+    return match is not None and int(match[2]) >= FIRST_GUEST_SEAT
 
 
 def end_of(

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 from numbers import Real
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 from relax_events.errors import ConfigError
+from relax_events.plugins import load_file
 
 BUILT_IN = {
     "exact_match": "relax_events.rewards.text_match",
@@ -71,7 +69,9 @@ def load_reward(name: str) -> LoadedReward:
         path, _, function_name = name.rpartition(":")
         if not path.endswith(".py") or not function_name:
             raise ConfigError(f"reward.function must be {', '.join(BUILT_IN)} or path/to/file.py:function, got {name!r}; set reward.function")
-        module = _load_file(Path(path))
+        if not Path(path).is_file():
+            raise ConfigError(f"reward file {path} does not exist; set reward.function = 'path/to/file.py:function'")
+        module = load_file(Path(path), what="reward file")
     function = getattr(module, function_name, None)
     if not callable(function):
         defined = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
@@ -97,20 +97,3 @@ def as_score(value: Any, *, seconds: float = 0.0) -> Score:
     numbers = {key: float(part) for key, part in components.items()}
     total = numbers.pop(TOTAL) if TOTAL in numbers else math.fsum(numbers.values())
     return Score(total, numbers, seconds)
-
-
-def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"reward file {path} does not exist; set reward.function = 'path/to/file.py:function'")
-    sys.path.append(str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(f"relax_user_reward_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"reward file {path} is not a Python file; set reward.function = 'path/to/file.py:function'")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        raise ConfigError(f"reward file {path} has a syntax error in line {error.lineno}: {error.msg}") from None
-    except Exception as error:  # The user's module may raise anything; this is the border to it.
-        raise ConfigError(f"reward file {path} failed to load: {type(error).__name__}: {error}") from error
-    return module

@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from relax_events.broker.credentials import CREDENTIAL_VARIABLES
 from relax_events.config import RewardConfig
 from relax_events.errors import ConfigError
 
@@ -44,7 +45,7 @@ class RewardChild:
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
+            env={"OMP_NUM_THREADS": "1", **{name: value for name, value in os.environ.items() if name not in CREDENTIAL_VARIABLES}},
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

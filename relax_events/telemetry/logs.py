@@ -11,6 +11,7 @@ import orjson
 import structlog
 
 from relax_events.config import TelemetryConfig
+from relax_events.telemetry.redaction import redact_event
 
 
 def configure_logs(config: TelemetryConfig, *, path: Path | None = None, **context: Any) -> None:
@@ -31,6 +32,7 @@ def configure_logs(config: TelemetryConfig, *, path: Path | None = None, **conte
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
             _with_globals(context),
+            redact_event,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),

@@ -22,6 +22,7 @@ class WorkerMetrics:
         self._duration = Histogram(
             "relax_record_batch_duration_seconds", "Time to process one record batch.", ["role"], buckets=SECONDS_BUCKETS, registry=self.registry
         )
+        self._purged = Counter("relax_records_purged_total", "Records deleted by version retention.", ["topic"], registry=self.registry)
         self._tokens = Counter("relax_tokens_total", "Tokens that a worker generated, evaluated or trained.", ["role"], registry=self.registry)
         self._in_flight = Gauge("relax_records_in_flight", "Records in work.", ["role"], registry=self.registry)
         self._version = Gauge("relax_policy_version", "Policy version that a worker serves or knows.", ["role"], registry=self.registry)
@@ -40,6 +41,10 @@ class WorkerMetrics:
     def dead_lettered(self, reason: str) -> None:
         """Count a dead letter by the class of its error."""
         self._letters.labels(self._role, reason).inc()
+
+    def purged(self, entity: str, count: int) -> None:
+        """Count records of a topic that retention deleted."""
+        self._purged.labels(entity).inc(count)
 
     def ended(self, outcome: str) -> None:
         """Count a prompt group's end."""

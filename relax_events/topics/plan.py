@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from relax_events.config import RunConfig
+from relax_events.errors import ConfigError
 from relax_events.topics.partitions import num_slots, partition_of, partitions_of_slot, slot_of
 
+QUEUE_TOPICS = {"prompt.groups": "PromptGroupIssued: the rollout workers' queue"}
 SAMPLE_TOPICS = {
     "rollout.samples": "SampleRolledOut, one for each generated sample",
     "reward.scores": "SampleScored, one for each sample",
@@ -18,7 +21,7 @@ CONTROL_TOPICS = {
     "control.policy-versions": "PolicyVersionPublished: which weights may be used, and where their records begin",
     "control.train-steps": "TrainStepCommitted: what each step trained on and what came out",
     "control.group-outcomes": "PromptGroupEnded: how each prompt group ended, decided by the trainer",
-    "control.commands": "RunCommanded: what the controller asks for",
+    "control.commands": "RunCommanded: what the controller asks for; RunDescribed: the run file",
     "control.metrics": "MetricsReported: figures of every worker",
 }
 COMPACTED_TOPICS = {
@@ -26,6 +29,7 @@ COMPACTED_TOPICS = {
     "control.schemas": "writer schemas as JSON, by fingerprint",
 }
 DEAD_LETTER_ROLES = ("rollout", "reward", "reference", "actor-forward", "advantage", "trainer")
+SCORES_PATTERN = re.compile("[a-z0-9][a-z0-9_-]{0,47}")
 MAX_RECORD_BYTES = 16 * 1024 * 1024
 
 
@@ -50,12 +54,22 @@ class TopicPlan:
     queue_partitions: int
     replication_factor: int
     compression: str
+    source_run_id: str = ""
+    """A replay has no prompts and samples of its own: they are those of this run."""
 
     @classmethod
     def of(cls, config: RunConfig) -> TopicPlan:
         """Read the plan off a run's configuration."""
         broker = config.broker
-        return cls(config.run.id, config.run.max_staleness, broker.shards, broker.queue_partitions, broker.replication_factor, broker.compression)
+        return cls(
+            run_id=config.run.id,
+            max_staleness=config.run.max_staleness,
+            shards=broker.shards,
+            queue_partitions=broker.queue_partitions,
+            replication_factor=broker.replication_factor,
+            compression=broker.compression,
+            source_run_id=config.source.run if config.is_replay else "",
+        )
 
     @property
     def num_slots(self) -> int:
@@ -68,8 +82,19 @@ class TopicPlan:
         return self.num_slots * self.shards
 
     def topic(self, entity: str) -> str:
-        """Return the full name of a topic, for example of `rollout.samples`."""
-        return f"relax.{self.run_id}.{entity}"
+        """Return the full name of a topic, for example of `rollout.samples`; a replay's sample topics are its source's."""
+        is_sample_topic = entity in QUEUE_TOPICS or entity in SAMPLE_TOPICS or entity.startswith("reward.scores.")
+        return self.topic_of(self.source_run_id if self.source_run_id and is_sample_topic else self.run_id, entity)
+
+    @staticmethod
+    def topic_of(run_id: str, entity: str) -> str:
+        """Return the full name of a run's own topic."""
+        return f"relax.{run_id}.{entity}"
+
+    @staticmethod
+    def entity(topic: str) -> str:
+        """Return what a full topic name says besides its run, for example `rollout.samples`; a run id holds no dot."""
+        return topic.split(".", 2)[-1]
 
     def consumer_group(self, role: str) -> str:
         """Return the role's consumer group (or share group)."""
@@ -88,21 +113,43 @@ class TopicPlan:
         return partitions_of_slot(slot_of(policy_version, num_slots=self.num_slots), shards=self.shards)
 
     def sample_topics(self) -> list[str]:
-        """Return the full names of the sample topics, which all have the same partitions."""
-        return [self.topic(entity) for entity in SAMPLE_TOPICS]
+        """Return the full names of the run's own sample topics, which all have the same partitions; a replay has none."""
+        return [] if self.source_run_id else [self.topic(entity) for entity in SAMPLE_TOPICS]
 
     def specs(self) -> list[TopicSpec]:
-        """Return every topic of the run."""
-        queue = {"prompt.groups": "PromptGroupIssued: the rollout workers' queue"}
+        """Return every topic of the run's own."""
         rest = "could not use, untouched, with the error in their headers"
-        letters = {f"{role}.dead-letters": f"records that {role} {rest}" for role in DEAD_LETTER_ROLES}
+        roles = ("trainer",) if self.source_run_id else DEAD_LETTER_ROLES
+        letters = {f"{role}.dead-letters": f"records that {role} {rest}" for role in roles}
         return [
-            *self._specs(queue, self.queue_partitions),
-            *self._specs(SAMPLE_TOPICS, self.num_sample_partitions, {"compression.type": self.compression.replace("none", "uncompressed")}),
+            *self._sample_specs(),
             *self._specs(CONTROL_TOPICS, 1),
             *self._specs(COMPACTED_TOPICS, 1, {"cleanup.policy": "compact"}),
             *self._specs(letters, 1),
         ]
+
+    def scores_entity(self, name: str) -> str:
+        """Return the topic, without its run, of scores that another reward function gave to old samples.
+
+        Raises:
+            ConfigError: The name is unfit for a topic.
+        """
+        if not SCORES_PATTERN.fullmatch(name):
+            rule = "1 to 48 of a-z, 0-9, '-' and '_', with a letter or digit first"
+            raise ConfigError(f"the name of scores must be {rule}, got {name!r}; set --name")
+        return f"reward.scores.{name}"
+
+    def scores_spec(self, name: str) -> TopicSpec:
+        """Return that topic as it should be; it is made when samples are rescored, and is no part of `specs`."""
+        entity = self.scores_entity(name)
+        settings = {"compression.type": self.compression.replace("none", "uncompressed")}
+        return self._specs({entity: f"SampleScored by another reward function, {name}"}, self.num_sample_partitions, settings)[0]
+
+    def _sample_specs(self) -> list[TopicSpec]:
+        if self.source_run_id:
+            return []
+        settings = {"compression.type": self.compression.replace("none", "uncompressed")}
+        return [*self._specs(QUEUE_TOPICS, self.queue_partitions), *self._specs(SAMPLE_TOPICS, self.num_sample_partitions, settings)]
 
     def _specs(self, entities: dict[str, str], num_partitions: int, settings: dict[str, str] | None = None) -> list[TopicSpec]:
         base = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from relax_events.broker.records import Record
 from relax_events.events.types import Outcome, PromptGroupEnded, SampleReady, TopicOffset
-from relax_events.policy import IssuedGroup, ReadyGroup, end_of, is_expired
+from relax_events.policy import IssuedGroup, ReadyGroup, end_of, is_expired, is_guest
 
 Key = tuple[str, int]
 ID_WINDOW = 100_000
@@ -55,7 +55,8 @@ class DecidedGroups:
         if len(self._ids) > ID_WINDOW:
             for old in list(self._ids)[: ID_WINDOW // 2]:
                 del self._ids[old]
-                self._forgotten_step = max(self._forgotten_step, IssuedGroup.parse(old).place.train_step)
+                if not is_guest(old):  # a guest's step is whatever its producer wrote
+                    self._forgotten_step = max(self._forgotten_step, IssuedGroup.parse(old).place.train_step)
 
     def __contains__(self, group_id: str) -> bool:
         return group_id in self._ids or (self._forgotten_step >= 0 and IssuedGroup.parse(group_id).place.train_step <= self._forgotten_step)
@@ -140,13 +141,13 @@ class GroupAssembler:
         self._drop_all(ended.prompt_group_id)
 
     def ready(self) -> list[ReadyGroup]:
-        """Return the complete prompt groups that have not been taken."""
-        found = []
-        for (group_id, version), part in self._parts.items():
+        """Return the complete prompt groups that have not been taken; of one that was generated twice, the fresher generation."""
+        found: dict[str, ReadyGroup] = {}
+        for (group_id, version), part in sorted(self._parts.items()):
             if part.is_complete() and group_id not in self._taken:
-                group = IssuedGroup.parse(group_id)
-                found.append(ReadyGroup(group.place.train_step, group.place.group_index, group.attempt, version, group_id))
-        return found
+                issued = IssuedGroup.parse(group_id)
+                found[group_id] = ReadyGroup(issued.place.train_step, issued.place.group_index, issued.attempt, version, group_id)
+        return list(found.values())
 
     def take(self, group: ReadyGroup) -> list[PlacedSample]:
         """Take a ready prompt group's samples, in order. Its records stay undecided until `decide`."""

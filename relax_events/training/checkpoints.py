@@ -26,6 +26,7 @@ from torch import Tensor
 from relax_events.errors import ObjectError
 from relax_events.events.types import CheckpointRef, ObjectRef
 from relax_events.objects import ObjectStore
+from relax_events.pipeline.failpoints import failpoint
 from relax_events.training.pending_checkpoint import MANIFEST, PendingCheckpoint
 from relax_events.training.protocol import TrainerState
 from relax_events.training.ranks import Ranks
@@ -78,6 +79,7 @@ class Checkpoints:
         return PendingCheckpoint(self._store, ranks=self._ranks, folder=folder, header=header, written=written)
 
     def _write_shard(self, key: str, tensors: dict[str, Tensor]) -> ObjectRef:
+        failpoint("checkpoint.before_shard")
         reference: ObjectRef = self._store.put_at(key, safetensors.torch.save(tensors))
         return reference
 

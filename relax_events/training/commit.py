@@ -20,6 +20,7 @@ from relax_events.events.types import (
     TopicOffset,
     TrainStepCommitted,
 )
+from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.worker import Worker
 from relax_events.policy import end_of
 from relax_events.training.history import TrainingHistory
@@ -39,9 +40,9 @@ class StepCommitter:
         self._admin = Admin(worker.connection)
         self._writer = TransactionalWriter(worker.connection, transactional_id=worker.plan.transactional_id("trainer"))
 
-    def publish_initial(self, artifact: ObjectRef) -> None:
-        """Publish version 0."""
-        self._writer.commit([self._published(0, artifact)], already_real=lambda: not TrainingHistory.read(self._worker).is_fresh)
+    def publish_initial(self, artifact: ObjectRef, *, policy_version: int = 0) -> None:
+        """Publish the version that the run begins with."""
+        self._writer.commit([self._published(policy_version, artifact)], already_real=lambda: not TrainingHistory.read(self._worker).is_fresh)
 
     def commit_step(
         self,
@@ -78,7 +79,13 @@ class StepCommitter:
             *(self._outcome(ended) for ended in trained_outcomes(shares, train_step)),
             self._published(train_step + 1, artifact),
         ]
-        self._writer.commit(records, offsets=layout.consumed, reader=self._reader, already_real=lambda: self._is_committed(step))
+        self._writer.commit(
+            records,
+            offsets=layout.consumed,
+            reader=self._reader,
+            already_real=lambda: self._is_committed(step),
+            before_commit=lambda: failpoint("trainer.in_transaction"),
+        )
         return step
 
     def commit_outcomes(self, ended: Sequence[PromptGroupEnded]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from relax_events.errors import ObjectError, RunFailed
 from relax_events.events.types import CheckpointRef, ObjectRef
 from relax_events.objects import ObjectStore
+from relax_events.pipeline.failpoints import failpoint
 from relax_events.training.ranks import Ranks
 
 MANIFEST = "manifest.json"
@@ -85,6 +86,7 @@ class PendingCheckpoint:
         """Write it on rank 0; return why that failed, since the other ranks must hear of it."""
         try:
             if self._ranks.rank == 0:
+                failpoint("checkpoint.before_manifest")
                 self._store.put_at(self._folder + MANIFEST, manifest)
         except ObjectError as error:
             return str(error) or type(error).__name__

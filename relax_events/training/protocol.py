@@ -6,10 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from relax_events.events.types import SampleReady
+from relax_events.events.types import SampleReady, SampleRolledOut
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
+
+    from relax_events.config import RunConfig
+    from relax_events.weights.manifest import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,24 @@ class TrainerState:
 
     policy_version: int
     tensors: Mapping[str, Tensor]
+
+
+class Scorer(Protocol):
+    """Forward-only log-probabilities, for the roles reference and actor-forward: of the initial weights until it is given others."""
+
+    def score(self, samples: Sequence[SampleRolledOut]) -> list[NDArray[np.float32]]:
+        """Give the tempered log-probability of every loss token, in nats, and 0 elsewhere: an array for each sample, as long as its tokens.
+
+        Raises:
+            PoisonSample: A sample can't be scored; the text names it.
+        """
+
+    def load_weights(self, weights: Weights) -> None:
+        """Go over to another policy version; on an error the old one stays.
+
+        Raises:
+            WeightsError: The weights don't fit the model.
+        """
 
 
 class TrainerBackend(Protocol):
@@ -90,3 +113,12 @@ class TrainerBackend(Protocol):
         Raises:
             WeightsError: A tensor is missing, unknown or of another shape; nothing was changed.
         """
+
+    @staticmethod
+    def open_scorer(config: RunConfig) -> Scorer:
+        """Load the initial model for scoring alone, with the model code that this backend trains.
+
+        Raises:
+            ConfigError: The model can't be loaded.
+        """
+        ...

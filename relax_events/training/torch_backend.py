@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relax_events.algorithms.losses import Surrogate, clipped_surrogate, kl_estimate, num_units, token_weights
+from relax_events.algorithms.losses import Surrogate, kl_estimate, num_units, policy_surrogate, token_weights
 from relax_events.config import RunConfig, TrainerConfig
 from relax_events.errors import RunFailed
 from relax_events.events.types import SampleReady
@@ -17,7 +17,7 @@ from relax_events.models.causal_lm import choose_device
 from relax_events.training.flat_parameters import FlatParameters
 from relax_events.training.packing import PackedBatch, loss_values, pack
 from relax_events.training.policy_model import PolicyModel
-from relax_events.training.protocol import StepFigures, TrainerState
+from relax_events.training.protocol import Scorer, StepFigures, TrainerState
 from relax_events.training.ranks import Ranks
 from relax_events.training.step_sums import MicroBatchSums, Totals, gather_totals, sum_micro_batch
 
@@ -76,11 +76,17 @@ class TorchBackend:
     def _forward_backward(self, batch: PackedBatch, values: dict[str, Tensor]) -> Tensor:
         algorithm = self._config.algorithm
         result = self._model.token_logprobs(batch)
-        surrogate = clipped_surrogate(
-            result.logprobs, old_logprobs=values["old"], advantages=values["advantages"], clip_low=algorithm.clip_low, clip_high=algorithm.clip_high
+        num_loss_tokens = torch.from_numpy(batch.num_loss_tokens).to(self._model.device)
+        surrogate = policy_surrogate(
+            result.logprobs,
+            name=algorithm.name,
+            old_logprobs=values["old"],
+            advantages=values["advantages"],
+            num_loss_tokens=num_loss_tokens,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
         )
         losses, kl = self._with_kl(surrogate, result.logprobs, values)
-        num_loss_tokens = torch.from_numpy(batch.num_loss_tokens).to(self._model.device)
         weights = token_weights(num_loss_tokens, aggregation=algorithm.aggregation, dtype=losses.dtype)
         (weights * losses).sum().backward()
         mismatch = (result.logprobs.detach(), values["rollout"].to(result.logprobs.dtype))
@@ -145,6 +151,14 @@ class TorchBackend:
             torch.set_rng_state(generators["rng.torch"].cpu())
         if "rng.cuda" in generators and self._model.device.type == "cuda":
             torch.cuda.set_rng_state(generators["rng.cuda"].cpu(), self._model.device)
+
+    @staticmethod
+    def open_scorer(config: RunConfig) -> Scorer:
+        """Load the initial model for scoring alone; see `TrainerBackend`."""
+        from relax_events.training.scoring import LogprobScorer  # which sets the process up as this file does
+
+        model, trainer = config.model, config.trainer
+        return LogprobScorer(model.path, model=model, threads=trainer.threads, max_tokens=trainer.max_tokens_per_micro_batch)
 
 
 def scheduled_learning_rate(trainer: TrainerConfig, *, step: int, num_steps: int) -> float:

@@ -1,4 +1,4 @@
-"""Weight artifacts in the object store: safetensors files and a manifest, written last and verified whole on read."""
+"""Weight artifacts in the object store: safetensors files and a manifest, written last. `reading` reads them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from hashlib import sha256
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from relax_events.errors import ObjectError, WeightsError
 from relax_events.events.types import ObjectRef
 from relax_events.objects import ObjectStore
-from relax_events.weights.manifest import TensorEntry, WeightManifest, Weights
+from relax_events.pipeline.failpoints import failpoint
+from relax_events.weights.manifest import TensorEntry, WeightManifest
 
 PREFIX = "weights/"
 MAX_FILE_BYTES = 1024**3
@@ -57,31 +56,9 @@ def write_weights(
         entries += [TensorEntry(name, _dtype_name(tensors[name]), tuple(tensors[name].shape), len(files)) for name in names]
         data = safetensors.torch.save({name: _plain(tensors[name]) for name in names})
         files.append(store.put_at(f"{_folder(policy_version)}{sha256(data).hexdigest()[:16]}.safetensors", data))
+    failpoint("weights.before_manifest")
     manifest = WeightManifest(policy_version, model_type, digest, tuple(files), tuple(entries)).to_json()
     return store.put_at(f"{_folder(policy_version)}manifest-{sha256(manifest).hexdigest()[:16]}.json", manifest), digest
-
-
-def read_weights(store: ObjectStore, reference: ObjectRef) -> Weights:
-    """Read an artifact, and hand out its tensors only when every digest, name, dtype and shape agrees.
-
-    Args:
-        store: The store that holds it.
-        reference: Of the manifest.
-    Raises:
-        WeightsError: An object is missing, unreadable or altered, or does not hold what the manifest says; the text names it.
-    """
-    try:
-        manifest = WeightManifest.from_json(store.get(reference))
-        tensors: dict[str, Tensor] = {}
-        for number, file in enumerate(manifest.files):
-            loaded = safetensors.torch.load(store.get(file))
-            _check_file(file.uri, loaded, [entry for entry in manifest.tensors if entry.file == number])
-            tensors |= loaded
-    except (ObjectError, WeightsError, SafetensorError) as error:
-        raise WeightsError(f"weights {reference.uri} can't be used: {error}") from error
-    if (seen := weights_digest(tensors)) != manifest.digest:
-        raise WeightsError(f"weights {reference.uri} can't be used: their digest must be {manifest.digest.hex()}, got {seen.hex()}")
-    return Weights(manifest.policy_version, tensors, manifest.digest)
 
 
 def delete_weights(store: ObjectStore, *policy_versions: int) -> None:
@@ -93,6 +70,15 @@ def delete_weights(store: ObjectStore, *policy_versions: int) -> None:
     for version in policy_versions:
         keys = store.list(_folder(version))
         store.delete(sorted(keys, key=lambda key: not key.endswith(".json")))
+
+
+def stored_versions(store: ObjectStore) -> list[int]:
+    """Return the versions that something was written for, oldest first, half-written ones too.
+
+    Raises:
+        ObjectError: The store can't be read.
+    """
+    return sorted({int(key.removeprefix(PREFIX).partition("/")[0]) for key in store.list(PREFIX)})
 
 
 def _folder(policy_version: int) -> str:
@@ -111,15 +97,6 @@ def _file_shares(tensors: Mapping[str, Tensor], *, max_file_bytes: int) -> Itera
         num_bytes += tensors[name].nbytes
     if share:
         yield share
-
-
-def _check_file(uri: str, loaded: Mapping[str, Tensor], entries: list[TensorEntry]) -> None:
-    if different := sorted(loaded.keys() ^ {entry.name for entry in entries}):
-        raise WeightsError(f"{different[0]} is not in both the manifest and {uri}")
-    for entry in entries:
-        seen = (_dtype_name(loaded[entry.name]), tuple(loaded[entry.name].shape))
-        if seen != (entry.dtype, entry.shape):
-            raise WeightsError(f"{entry.name} in {uri} must be {entry.dtype} {list(entry.shape)}, got {seen[0]} {list(seen[1])}")
 
 
 def _dtype_name(tensor: Tensor) -> str:

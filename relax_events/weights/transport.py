@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 from relax_events.errors import WeightsError
 from relax_events.events.types import ObjectRef, PolicyVersionPublished
 from relax_events.objects import ObjectStore
-from relax_events.weights.artifacts import read_weights, write_weights
 from relax_events.weights.manifest import Weights
+from relax_events.weights.reading import read_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,6 +53,8 @@ class StoreTransport:
 
     def publish(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> tuple[ObjectRef, bytes]:
         """See `WeightsTransport.publish`."""
+        from relax_events.weights.artifacts import write_weights  # which loads torch: readers stay light
+
         return write_weights(self._store, tensors, policy_version=policy_version)
 
     def fetch(self, published: PolicyVersionPublished) -> Weights:

@@ -12,6 +12,8 @@ from typing import Any
 
 import orjson
 
+from relax_events.config import RunConfig
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -22,7 +24,16 @@ class Finished:
     err: str
 
 
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run that reached its goal; its run file names the broker and absolute paths, so that commands work from any folder."""
+
+    run_file: Path
+    config: RunConfig
+
+
 Relax = Callable[..., Finished]
+PROMPTS = [f"spell {word} backwards" for word in ("tea", "milk", "juice", "water", "coffee", "lemon", "cocoa", "cider")]
 
 
 def call_relax(*arguments: str | Path, cwd: Path, timeout_seconds: float = 60.0) -> Finished:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 
 import pytest
-from command_line import Finished, Relax, call_relax, write_rows
+from command_line import PROMPTS, Finished, FinishedRun, Relax, call_relax, write_rows
 
-PROMPTS = [f"spell {word} backwards" for word in ("tea", "milk", "juice", "water", "coffee", "lemon", "cocoa", "cider")]
+from relax_events.config import load_run_config
+
 # Spread over many values, so that nearly every prompt group of a random model has something to learn from, and the same wherever it is computed.
 SPREAD_REWARD = """
 import zlib
@@ -52,12 +54,19 @@ source = "jsonl:{folder / "prompts.jsonl"}"
 def run_file(tmp_path: Path, prepared: Path, run_id: str) -> Path:
     """Write a run file that trains the prepared model for a few small steps; the broker's address is up to the test."""
     path = tmp_path / "run.toml"
-    path.write_text(f"""
+    path.write_text(run_file_text(prepared, run_id))
+    return path
+
+
+def run_file_text(prepared: Path, run_id: str, *, more: str = "") -> str:
+    """Return a run file of three steps of four prompt groups of four samples; `more` goes into its table `run`."""
+    return f"""
 [run]
 id = "{run_id}"
 num_steps = 3
 groups_per_step = 4
 samples_per_prompt = 4
+{more}
 
 [model]
 path = "{prepared / "model"}"
@@ -75,5 +84,20 @@ function = "{prepared / "reward.py"}:spread"
 
 [workers]
 beat_seconds = 0.2
-""")
-    return path
+"""
+
+
+@pytest.fixture(scope="session")
+def finished_run(prepared: Path, bootstrap_servers: str, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """Return a finished run of three steps, made once for all tests that look back at one. Look, don't write: others look too.
+
+    The first test that asks waits for it, so all that ask need `pytest.mark.timeout(300)`.
+    """
+    folder = tmp_path_factory.mktemp("finished")
+    run_file = folder / "run.toml"
+    more = f'directory = "{folder / ".relax"}"'
+    text = run_file_text(prepared, f"t-{uuid.uuid4().hex[:12]}", more=more)
+    run_file.write_text(f'{text}\n[broker]\nbootstrap_servers = "{bootstrap_servers}"\n')
+    ended = call_relax("run", run_file, cwd=folder, timeout_seconds=200)
+    assert ended.code == 0, ended.err
+    return FinishedRun(run_file, load_run_config(run_file, environment={}))

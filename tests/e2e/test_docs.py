@@ -58,7 +58,7 @@ def test_command_exists_with_these_arguments(words: list[str], monkeypatch: pyte
     monkeypatch.chdir(ROOT)
     if words[0] == "make":
         targets = re.findall(r"^([a-z-]+):", Path("Makefile").read_text(), re.MULTILINE)
-        assert set(words[1:]) <= set(targets)
+        assert {word for word in words[1:] if "=" not in word} <= set(targets)
     if words[0] == "relax":
         command, bound, _ = app.parse_args(words[1:], print_error=False, exit_on_error=False)
         config = bound.arguments.get("config")

@@ -25,15 +25,24 @@ from relax_events.broker.records import Record
 from relax_events.config import RunConfig
 from relax_events.control.address import with_bootstrap_servers
 from relax_events.control.run_state import RunState
-from relax_events.control.topics import apply_topics
+from relax_events.control.topics.applying import apply_topics
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import WorkerState
+from relax_events.pipeline.failpoints import VARIABLE, marks_folder, parsed
 from relax_events.topics import TopicPlan
 
 WATCHED = ("control.policy-versions", "control.train-steps", "control.group-outcomes", "control.commands", "control.heartbeats")
 READY = (WorkerState.IDLE, WorkerState.WORKING)
 PATIENCE_SECONDS = 150.0
 """How long anything is waited for: a hang fails, a busy machine does not."""
+# By when a run must have gone on after a fault: three times what a machine needs that is as busy with other things as with the run.
+WORKER_SECONDS = 35.0
+BROKER_SECONDS = 45.0
+EVERYTHING_SECONDS = 60.0
+LIVING_SECONDS = 20.0
+"""Where nothing has to be started again."""
+READ_UP_SECONDS = 0.2
+"""What was committed so long ago has been read by then."""
 
 
 def environment() -> dict[str, str]:
@@ -64,6 +73,8 @@ class FaultRun:
         self.state = RunState()
         self._started: list[subprocess.Popen[bytes]] = []
         self.process: subprocess.Popen[bytes]
+        self.variables: dict[str, str] = {}
+        """Laid over the environment of what is started."""
         self.output = self.folder / "output.log"
 
     def __enter__(self) -> Self:
@@ -79,18 +90,23 @@ class FaultRun:
 
     def start(self, *arguments: str | Path) -> subprocess.Popen[bytes]:
         """Start a `relax` command, by default `relax run` of this run."""
+        process = self.start_program(command(*(arguments or ("run", self.run_file))))
+        if not arguments:
+            self.process = process
+        return process
+
+    def start_program(self, words: list[str]) -> subprocess.Popen[bytes]:
+        """Start a program that ends with this run at the latest."""
         with self.output.open("ab") as file:
             process = subprocess.Popen(
-                command(*(arguments or ("run", self.run_file))),
+                words,
                 cwd=self.folder,
-                env=environment(),
+                env=environment() | self.variables,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
             )
         self._started.append(process)
-        if not arguments:
-            self.process = process
         return process
 
     def start_worker(self, role: str, *, index: int) -> subprocess.Popen[bytes]:
@@ -100,6 +116,16 @@ class FaultRun:
     def worker_processes(self) -> list[psutil.Process]:
         """Return the workers of this run that live."""
         return [process for process in psutil.process_iter(["cmdline"]) if str(self.folder / "run.json") in (process.info["cmdline"] or ())]
+
+    def living(self) -> dict[str, psutil.Process]:
+        """Return the workers of this run that live, by id."""
+        found = {}
+        for process in self.worker_processes():
+            words = process.info["cmdline"]
+            if "worker" in words:  # torchrun names the same arguments, its ranks are the workers
+                place = words.index("worker")
+                found[f"{words[place + 1]}-{words[words.index('--index') + 1]}"] = process
+        return found
 
     def until(self, condition: Callable[[], bool], what: str, *, timeout_seconds: float = PATIENCE_SECONDS) -> None:
         """Follow the control log until the condition holds; fail at the timeout, or when `relax run` ended meanwhile."""
@@ -126,6 +152,29 @@ class FaultRun:
     def until_steps(self, num_steps: int, *, timeout_seconds: float = PATIENCE_SECONDS) -> None:
         """Wait until so many train steps are committed."""
         self.until(lambda: self.state.num_steps >= num_steps, f"{num_steps} train steps", timeout_seconds=timeout_seconds)
+
+    def arm(self, *points: str) -> None:
+        """Have whatever is started from now on pass these crash points, given as `name[:n]=action`; they may fire again."""
+        self.variables[VARIABLE] = ",".join(points)
+        for point in points:
+            (marks_folder(self.folder) / mark_of(point)).unlink(missing_ok=True)
+
+    def fired(self) -> set[str]:
+        """Return the crash points that fired, as `name:n`."""
+        folder = marks_folder(self.folder)
+        return {path.name for path in folder.iterdir()} if folder.exists() else set()
+
+    def recovers_within(self, seconds: float) -> float:
+        """Wait until the run is over what was just done to it, and return how many seconds that took; fail if more than this.
+
+        Over it means: a step was committed whose prompt groups were issued since, so that every role has worked again. What was on its
+        way before may still make `max_staleness` steps and the one at work.
+        """
+        started = time.monotonic()
+        self.follow_for(READ_UP_SECONDS)
+        goal = self.state.num_steps + self.config.run.max_staleness + 2
+        self.until_steps(goal, timeout_seconds=seconds)
+        return time.monotonic() - started
 
     def until_ready_again(self, *worker_ids: str, killed: dict[str, int], timeout_seconds: float = PATIENCE_SECONDS) -> None:
         """Wait until other processes than the killed ones have taken up the work of these workers."""
@@ -220,6 +269,12 @@ class FaultRun:
         workers = {worker_id: f"{beat.state} {beat.pid}" for worker_id, beat in self.state.workers.items()}
         output = self.output.read_text(errors="replace") if self.output.exists() else ""
         return f"{self.state.num_steps} steps, {workers}, the output:\n{output[-3000:]}"
+
+
+def mark_of(point: str) -> str:
+    """Return the name of the mark that an armed point leaves, `name:n`."""
+    (armed,) = parsed(point)
+    return armed.mark_name
 
 
 def assert_books_balance(run: FaultRun) -> dict[str, Any]:

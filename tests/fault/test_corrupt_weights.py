@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from harness import FaultRun, assert_books_balance
+from harness import WORKER_SECONDS, FaultRun, assert_books_balance
 
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import SampleRolledOut
@@ -40,6 +40,7 @@ def test_engine_refuses_an_altered_artifact_and_recovers_with_the_next_version(s
     data[-1] ^= 1
     file.write_bytes(data)
     run.signal(signal.SIGCONT, "rollout-0", "trainer-0")
+    run.recovers_within(WORKER_SECONDS)
 
     run.until(lambda: bool(run.logged("rollout-0", "weights.refused")), "the engine refuses the version")
     run.until(lambda: run.logged("rollout-0", "weights.loaded")[-1]["policy_version"] > altered, "the engine loads a newer version")

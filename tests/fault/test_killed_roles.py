@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from harness import FaultRun, assert_books_balance
+from harness import WORKER_SECONDS, FaultRun, assert_books_balance
 
 # Without one of these the run stands still within a few steps, so each can be waited for; metrics and controller are missed by nobody but the end.
 NEEDED = ("prompter-0", "rollout-0", "reward-0", "reference-0", "actor-forward-0", "advantage-0", "trainer-0")
@@ -12,14 +12,14 @@ MISSED_LATER = ("metrics-0", "controller-0")
 
 
 def test_run_ends_by_itself_when_every_role_is_killed_once(start_run: Callable[..., FaultRun]) -> None:
-    run = start_run(run={"num_steps": 36})
+    run = start_run(run={"num_steps": 44})
     assert sorted(run.worker_ids) == sorted(NEEDED + MISSED_LATER)
     process = run.start()
     run.until_steps(2)
     killed = run.kill(*MISSED_LATER)
     for worker_id in NEEDED:
-        run.until_steps(run.state.num_steps + 2)
         killed |= run.kill(worker_id)
+        run.recovers_within(WORKER_SECONDS)
         run.until_ready_again(worker_id, killed=killed)
     run.until_ready_again(*run.worker_ids, killed=killed)
     assert run.state.num_steps < run.config.run.num_steps, "everything was killed within the run, not after it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from harness import FaultRun, assert_books_balance
+from harness import WORKER_SECONDS, FaultRun, assert_books_balance
 
 STEPS = 14
 SYNC: dict[str, Any] = {"run": {"num_steps": STEPS, "mode": "sync", "max_staleness": 0, "seed": 7}}
@@ -19,7 +19,9 @@ def test_sync_run_repeats_bit_for_bit_when_the_trainer_is_killed(start_run: Call
     process = run.start()
     for steps in (3, 8):  # before the first checkpoint, and between two
         run.until_steps(steps)
-        run.until_ready_again("trainer-0", killed=run.kill("trainer-0"))
+        killed = run.kill("trainer-0")
+        run.recovers_within(WORKER_SECONDS)
+        run.until_ready_again("trainer-0", killed=killed)
     assert run.state.num_steps < STEPS
     assert run.until_ended(process) == 0
     assert assert_books_balance(run)["rollouts_regenerated"] == 0

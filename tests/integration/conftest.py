@@ -11,7 +11,7 @@ from relax_events.broker.admin import Admin
 from relax_events.broker.connection import Connection
 from relax_events.broker.producer import RecordProducer
 from relax_events.config import RunConfig
-from relax_events.control.topics import apply_topics
+from relax_events.control.topics.applying import apply_topics
 from relax_events.topics import TopicPlan, TopicSpec
 
 QUICK_GROUP = {"consumer.session.timeout.ms": "3000", "consumer.heartbeat.interval.ms": "100"}

@@ -13,7 +13,8 @@ from relax_events.broker.embedded.ports import choose_port
 from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
-from relax_events.control.topics import apply_topics, consumer_lag
+from relax_events.control.topics.applying import apply_topics
+from relax_events.control.topics.lag import consumer_lag
 from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable
 from relax_events.topics import TopicPlan, TopicSpec
 

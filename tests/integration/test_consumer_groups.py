@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from broker_steps import fetch_until, fill, next_line, other_process, turn_until
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from relax_events.broker.admin import Admin
 from relax_events.broker.connection import Connection
@@ -144,4 +145,26 @@ def test_pause_keeps_the_membership_and_the_records(
     assert consumer.fetch(timeout_seconds=0.5) == []
     consumer.resume()
     assert [record.value for record in fetch_until(consumer, bool)] == [b"held back"]
+    consumer.close()
+
+
+class BusyCoordinator:
+    """A client whose coordinator answers the second request."""
+
+    def __init__(self) -> None:
+        self.failures = [KafkaException(KafkaError(KafkaError._TIMED_OUT))]
+
+    def committed(self, partitions: list[TopicPartition], *, timeout: float) -> list[TopicPartition]:
+        if self.failures:
+            raise self.failures.pop()
+        return [TopicPartition(partition.topic, partition.partition, 7) for partition in partitions]
+
+
+def test_member_asks_again_when_the_coordinator_was_too_busy_to_tell_where_to_begin(
+    connection: Connection, make_topic: MakeTopic, make_group: MakeGroup
+) -> None:
+    topic = make_topic("work")
+    consumer = GroupConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
+    (place,) = consumer._committed(BusyCoordinator(), [TopicPartition(topic, 0)])
+    assert place.offset == 7
     consumer.close()

@@ -150,7 +150,7 @@ def test_worker_drains_when_it_is_meant(worker: Worker, tell: Callable[[str, Eve
 
 def test_dead_letter_keeps_the_record_untouched(worker: Worker, producer: RecordProducer, connection: Connection, plan: TopicPlan) -> None:
     source = plan.topic("rollout.samples")
-    poison = bytes(range(256))
+    poison = bytes(reversed(range(256)))
     producer.write(
         [OutRecord(source, b"first", partition=2), OutRecord(source, poison, key="000001-0002-0", partition=2, headers={"policy-version": "1"})]
     )

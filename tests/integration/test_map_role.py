@@ -19,7 +19,7 @@ from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import SampleEvaluated, SampleRolledOut, TopicOffset
+from relax_events.events.types import PromptGroupEnded, SampleEvaluated, SampleRolledOut, TopicOffset
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.map_role import MapRole
 from relax_events.pipeline.worker import Worker
@@ -86,7 +86,7 @@ def write(producer: RecordProducer, plan: TopicPlan, *samples: SampleRolledOut, 
 
 def read(connection: Connection, plan: TopicPlan, entity: str) -> list[Record]:
     reader = LogReader(connection)
-    num_partitions = plan.num_sample_partitions if entity in ("rollout.samples", "reference.logprobs") else 1
+    num_partitions = plan.num_sample_partitions if entity in ("rollout.samples", "reference.logprobs", "advantage.samples") else 1
     try:
         return reader.read_to_end([(plan.topic(entity), partition) for partition in range(num_partitions)])
     finally:
@@ -125,7 +125,11 @@ def test_poison_goes_to_the_dead_letters_and_the_rest_goes_on(
     with role():
         turn_until(lambda: len(read(connection, plan, "reference.logprobs")) == 1)
         turn_until(lambda: len(read(connection, plan, "reference.dead-letters")) == 2)
+        turn_until(lambda: len(read(connection, plan, "advantage.samples")) == 2)
     assert [letter.headers["error-class"] for letter in read(connection, plan, "reference.dead-letters")] == ["PoisonSample", "CorruptRecord"]
+    ends = [CODEC.decode(record.value) for record in read(connection, plan, "advantage.samples")]
+    asked = [(end.prompt_group_id, end.outcome.value, end.reason.partition(": ")[0]) for end in ends if isinstance(end, PromptGroupEnded)]
+    assert asked == [("000000-0000-0", "failed", "reference")] * 2, "nobody would wait for our output for ever"
 
 
 def test_expired_samples_are_passed_over_without_being_decoded(

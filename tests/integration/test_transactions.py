@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -130,3 +131,36 @@ def test_commit_gives_up_when_the_broker_stays_away(writer: TransactionalWriter,
     with pytest.raises(BrokerUnavailable, match="_TIMED_OUT"):
         writer.commit([])
     assert unsure.calls == transactions.ATTEMPTS
+
+
+class Clock:
+    """The time of a process that is stopped while it waits: `stops` are the seconds that each wait takes."""
+
+    def __init__(self, *stops: float) -> None:
+        self.now, self._stops = 0.0, list(stops)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def get(self, *, timeout: float) -> None:
+        self.now += self._stops.pop(0) if self._stops else 0.0
+        if self._stops:
+            raise queue.Empty
+
+
+@pytest.mark.parametrize(("seconds", "is_asked_again"), [(5.1, False), (30.0, True)])
+def test_answer_is_awaited_again_when_this_process_was_held_up(seconds: float, is_asked_again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock: Any = Clock(seconds, 0.1)
+    monkeypatch.setattr(transactions, "time", clock)
+    if is_asked_again:
+        assert transactions.awaited(clock) is None
+    else:
+        with pytest.raises(BrokerUnavailable, match="no answer within 5 s"):
+            transactions.awaited(clock)
+
+
+def test_nobody_waits_for_ever_when_a_process_is_held_up_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock: Any = Clock(30.0, 30.0, 30.0)
+    monkeypatch.setattr(transactions, "time", clock)
+    with pytest.raises(BrokerUnavailable):
+        transactions.awaited(clock)

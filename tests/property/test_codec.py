@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from relax_events.errors import CorruptRecord, SchemaError
-from relax_events.events.codec import HEADER_BYTES, MAGIC, EventCodec, UnknownFingerprint, event_name
+from relax_events.events.codec import HEADER_BYTES, MAGIC, EventCodec, UnknownFingerprint
 from relax_events.events.schemas import Schema
 from relax_events.events.tensors import DTYPES, pack, unpack
 from relax_events.events.types import Array, Event, Modality, ObjectRef, Outcome, PromptGroupEnded, SampleRolledOut, StoredArray
@@ -91,7 +91,7 @@ def test_event_comes_back_as_it_was(cls: type, data: st.DataObject) -> None:
     event = data.draw(instances_of(cls))
     encoded = CODEC.encode(event)
     assert encoded[:2] == MAGIC
-    assert event_name(encoded, CODEC) == cls.__name__
+    assert CODEC.event_name(encoded) == cls.__name__
     assert same(CODEC.decode(encoded), event)
 
 
@@ -223,7 +223,7 @@ def test_bytes_without_the_marker_are_corrupt(data: bytes | None) -> None:
 def test_unknown_fingerprint_says_where_schemas_are_published() -> None:
     with pytest.raises(UnknownFingerprint, match=r"schema 0102030405060708 is unknown; its writer has not published it on control\.schemas"):
         CODEC.decode(MAGIC + bytes(range(1, 9)) + b"body")
-    assert event_name(MAGIC + bytes(8), CODEC) == "unknown"
+    assert CODEC.event_name(MAGIC + bytes(8)) == "unknown"
 
 
 def test_bytes_behind_the_event_are_corrupt() -> None:

@@ -194,6 +194,15 @@ def test_waiting_group_expires_when_the_trainer_moves_on() -> None:
     assert assembler.ready() == []
 
 
+def test_group_that_was_generated_twice_is_ready_once() -> None:
+    assembler = open_assembler()
+    add_group(assembler, "000000-0000-0", version=1, offset=0, trainer_version=1)
+    add_group(assembler, "000000-0000-0", version=0, offset=2, trainer_version=1)
+    assert [group.policy_version for group in assembler.ready()] == [1]
+    assembler.take(assembler.ready()[0])
+    assert assembler.ready() == []
+
+
 def test_expired_generation_gives_way_to_one_that_is_in_the_window() -> None:
     assembler = open_assembler()
     add_group(assembler, "000000-0000-0", version=0, offset=0, trainer_version=1)

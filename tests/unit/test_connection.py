@@ -7,7 +7,8 @@ import structlog.testing
 from confluent_kafka import KafkaError
 
 from relax_events.broker.connection import Connection, ConnectionLog, translate
-from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable, Fenced
+from relax_events.broker.refusals import Refusals
+from relax_events.errors import AccessDenied, BrokerError, BrokerRefused, BrokerUnavailable, Fenced
 
 
 @pytest.mark.parametrize(
@@ -15,8 +16,8 @@ from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable, F
     [
         (KafkaError._FENCED, Fenced),
         (KafkaError.INVALID_PRODUCER_EPOCH, Fenced),
-        (KafkaError._AUTHENTICATION, BrokerRefused),
-        (KafkaError.TOPIC_AUTHORIZATION_FAILED, BrokerRefused),
+        (KafkaError._AUTHENTICATION, AccessDenied),
+        (KafkaError.TOPIC_AUTHORIZATION_FAILED, AccessDenied),
         (KafkaError.MSG_SIZE_TOO_LARGE, BrokerRefused),
         (KafkaError._ALL_BROKERS_DOWN, BrokerUnavailable),
         (KafkaError._MSG_TIMED_OUT, BrokerUnavailable),
@@ -38,7 +39,7 @@ def test_settings_keep_promises_above_the_users_and_the_users_above_ours() -> No
 
 
 def test_background_errors_are_logged_once_each() -> None:
-    told = ConnectionLog("a:1")
+    told = ConnectionLog("a:1", Refusals())
     with structlog.testing.capture_logs() as logs:
         for code in (KafkaError._TRANSPORT, KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT):
             told(KafkaError(code))

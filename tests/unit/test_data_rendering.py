@@ -1,13 +1,18 @@
 """Conversations to tokens and back."""
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
+from relax_events.data.tokenizer_folder import FolderTokenizer
 from relax_events.errors import ConfigError
 from relax_events.events.types import ChatMessage
 from relax_events.models.tiny import make_tiny
@@ -70,3 +75,47 @@ def test_renderer_refuses_a_chat_template_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match=r"has no chat template; set data.chat_template = false"):
         PromptRenderer(tokenizer, CHAT)
     assert PromptRenderer(tokenizer, RAW).stop_token_ids == (tokenizer.eos_token_id,)
+
+
+BREAKING = "{% for m in messages %}{% if loop.index0 > 5 %}{% break %}{% endif %}{{ m | tojson }}{{ eos_token }}{% endfor %}\n"
+
+
+@pytest.mark.parametrize("template", [None, BREAKING])
+def test_renderer_reads_a_folder_as_transformers_does(folder: Path, tmp_path: Path, template: str | None) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "model"))
+    if template is not None:
+        (copy / "chat_template.jinja").write_text(template)
+    light, heavy = FolderTokenizer.open(copy), AutoTokenizer.from_pretrained(copy)
+    assert light is not None
+    talk = [{"role": "system", "content": "be <brief>"}, {"role": "user", "content": "caf\u00e9 <|im_end|>\n"}]
+    for prompt in (True, False):
+        text = light.apply_chat_template(talk, add_generation_prompt=prompt)
+        assert text == heavy.apply_chat_template(talk, add_generation_prompt=prompt, tokenize=False)
+        ids = light.encode(text, add_special_tokens=False)
+        assert ids == heavy.encode(text, add_special_tokens=False)
+        assert light.decode(ids, skip_special_tokens=True) == heavy.decode(ids, skip_special_tokens=True)
+    assert light.eos_token_id == heavy.eos_token_id
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("tokenizer_config.json", {"clean_up_tokenization_spaces": True}),
+        ("chat_template.jinja", "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"),
+        ("tokenizer.json", None),
+    ],
+)
+def test_renderer_leaves_a_richer_folder_to_transformers(folder: Path, tmp_path: Path, file: str, change: object) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "model"))
+    if isinstance(change, dict):
+        (copy / file).write_text(json.dumps(json.loads((copy / file).read_text()) | change))
+    elif isinstance(change, str):
+        (copy / file).write_text(change)
+    else:
+        (copy / file).unlink()
+    assert FolderTokenizer.open(copy) is None
+
+
+def test_rollout_role_starts_without_torch() -> None:
+    source = "import sys, workers.rollout, relax_events.data.tokenizer_folder; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", source], check=False, timeout=60).returncode == 0

@@ -1,5 +1,7 @@
 """The bootstrap checkpoint, read back by a parser written from Kafka's message specifications, not from the writer."""
 
+import hashlib
+import hmac
 import struct
 from dataclasses import dataclass
 from io import BytesIO
@@ -7,6 +9,7 @@ from io import BytesIO
 import pytest
 
 from relax_events.broker.embedded.checkpoint import FEATURE_LEVELS, bootstrap_checkpoint, crc32c
+from relax_events.broker.security.scram import ScramCredential
 
 NOW_MILLISECONDS = 1_700_000_000_123
 
@@ -107,3 +110,28 @@ def bitwise_crc32c(data: bytes) -> int:
         for _ in range(8):
             register = (register << 1 ^ 0x1EDC6F41 if register >> 31 else register << 1) & 0xFFFFFFFF
     return int(f"{register:032b}"[::-1], 2) ^ 0xFFFFFFFF
+
+
+def test_bootstrap_checkpoint_holds_the_users_that_may_log_in_first() -> None:
+    user = ScramCredential("relax.admin", b"salt" * 6, b"s" * 64, b"k" * 64, 8192)
+    _, records, footer = read_batches(bootstrap_checkpoint({"metadata.version": 30}, users=[user]))
+    assert (len(records.records), footer.base_offset) == (2, 3)
+    stream = BytesIO(records.records[1][1])
+    assert stream.read(3) == b"\x01\x0b\x00"  # frame version, UserScramCredentialRecord, its version
+    assert stream.read(stream.read(1)[0] - 1) == b"relax.admin"
+    assert stream.read(1) == b"\x02"  # SCRAM-SHA-512
+    assert [stream.read(stream.read(1)[0] - 1) for _ in range(3)] == [b"salt" * 6, b"s" * 64, b"k" * 64]
+    assert struct.unpack(">ib", stream.read()) == (8192, 0)
+
+
+def test_scram_credential_proves_a_password_and_no_other() -> None:
+    """The server's check of RFC 5802, section 3: it recovers the client's key from its proof and compares what it hashes to."""
+    kept = ScramCredential.of("me", "right", salt=b"0123456789abcdef")
+    signature = hmac.digest(kept.stored_key, b"the messages so far", "sha512")
+    for password, accepted in (("right", True), ("wrong", False)):
+        salted = hashlib.pbkdf2_hmac("sha512", password.encode(), b"0123456789abcdef", kept.iterations)
+        client_key = hmac.digest(salted, b"Client Key", "sha512")
+        own_signature = hmac.digest(hashlib.sha512(client_key).digest(), b"the messages so far", "sha512")
+        proof = bytes(a ^ b for a, b in zip(client_key, own_signature, strict=True))
+        recovered = bytes(a ^ b for a, b in zip(proof, signature, strict=True))
+        assert (hashlib.sha512(recovered).digest() == kept.stored_key) is accepted

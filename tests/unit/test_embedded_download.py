@@ -159,8 +159,8 @@ def test_ensure_jars_shows_plain_progress_when_stderr_is_no_terminal(
     captured = capsys.readouterr()
     assert captured.out == ""
     lines = captured.err.splitlines()
-    assert lines[0].startswith("fetching Apache Kafka 9.9.9, 12 jars, ")
-    assert lines[-1] == "fetched 100% of Apache Kafka 9.9.9, 12 jars"
+    assert lines[0].startswith("fetching Apache Kafka 9.9.9, 12 files, ")
+    assert lines[-1] == "fetched 100% of Apache Kafka 9.9.9, 12 files"
 
 
 def test_repository_address_refuses_when_scheme_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from relax_events.broker.embedded import EmbeddedBroker, launch
-from relax_events.broker.embedded.access import sole_access
+from relax_events.broker.embedded.access import BrokerBusy, sole_access
 from relax_events.broker.embedded.lock import Jar, Lock
 from relax_events.errors import BrokerError, BrokerUnavailable, ConfigError, EnvironmentProblem
 
@@ -94,7 +94,7 @@ def test_start_refuses_while_another_process_starts_or_stops_it(java: Callable[[
     (tmp_path / "node").mkdir()
     broker = EmbeddedBroker(tmp_path / "node")
     with sole_access(tmp_path / "node"):
-        with pytest.raises(EnvironmentProblem, match="another process is starting or stopping the broker in"):
+        with pytest.raises(BrokerBusy, match="another process is starting or stopping the broker in"):
             broker.start()
         with pytest.raises(EnvironmentProblem, match="another process"):
             broker.stop()

@@ -380,3 +380,12 @@ def test_engine_satisfies_the_protocol() -> None:
     engine.submit(make_request(1))
     engine.close()
     assert engine.num_running == 0
+
+
+def test_engine_returns_after_a_step_when_interrupted() -> None:
+    engine = make_engine()
+    engine.submit(make_request(1, max_new_tokens=100))
+    engine.interrupt()
+    assert engine.poll(timeout_seconds=60.0) == []
+    assert engine.num_running == 2
+    assert len(finish(engine)) == 2

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from event_samples import committed, ended, published, rolled_out
 
-from relax_events.control.ledger import Ledger
+from relax_events.control.ledger import Ledger, between_commits
 from relax_events.events.types import Outcome, PromptGroupIssued
 
 OURS, STRANGE = "000000-0000-0", "000900-0000-0"
@@ -66,3 +68,20 @@ def test_strangers_sample_is_a_broken_promise_when_it_was_trained(ledger: Ledger
 def test_broken_promise_is_found(ledger: Ledger, change: object, problem: str) -> None:
     ledger.note(change)  # type: ignore[arg-type]
     assert [text.partition(":")[0] for text in ledger.problems()] == [problem]
+
+
+class GrowingLog:
+    """A reader of topics on which a step is committed while their ends are asked for."""
+
+    def __init__(self, *answers: int) -> None:
+        self._answers = list(answers)
+
+    def watermarks(self, topic: str, partition: int) -> tuple[int, int]:
+        return 0, self._answers.pop(0)
+
+
+def test_spans_end_before_or_after_a_step_that_is_committed_meanwhile() -> None:
+    """The step's record came after the first answer, its outcomes before the second: taken together they would be a lie."""
+    reader: Any = GrowingLog(4, 40, 5, 40, 5, 40)
+    spans = between_commits(reader, [("steps", 0), ("outcomes", 0)])
+    assert spans == {("steps", 0): (0, 5), ("outcomes", 0): (0, 40)}

@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from relax_events.algorithms.losses import MAX_LOG_RATIO, clipped_surrogate, kl_estimate, num_units, token_weights
+from relax_events.algorithms.losses import (
+    MAX_LOG_RATIO,
+    clipped_sequence_surrogate,
+    clipped_surrogate,
+    kl_estimate,
+    num_units,
+    token_weights,
+)
 
 
 def surrogate(ratios: list[float], advantages: list[float]):
@@ -88,3 +95,51 @@ def test_token_weights_sum_to_one_for_each_sample_for_sample_mean():
     lengths = torch.tensor([2, 0, 4])
     assert token_weights(lengths, aggregation="sample_mean").tolist() == [0.5, 0.5, 0.25, 0.25, 0.25, 0.25]
     assert num_units(lengths, aggregation="sample_mean") == 2
+
+
+SEQUENCES = {"clip_low": 3e-4, "clip_high": 4e-4}
+
+
+def sequence_surrogate(log_ratios: list[list[float]], advantages: list[float]):
+    lengths = torch.tensor([len(sample) for sample in log_ratios])
+    logprobs = torch.tensor([value for sample in log_ratios for value in sample], dtype=torch.float64, requires_grad=True)
+    spread = torch.tensor(advantages, dtype=torch.float64).repeat_interleave(lengths)
+    result = clipped_sequence_surrogate(
+        logprobs, old_logprobs=torch.zeros(len(logprobs), dtype=torch.float64), advantages=spread, num_loss_tokens=lengths, **SEQUENCES
+    )
+    return logprobs, result, lengths
+
+
+def test_sequence_surrogate_matches_hand_computation():
+    # Means 1e-4 (within), none, 1e-3 with gain (clipped to 1.0004), -1e-3 with loss (clipped to 0.9997), 1e-3 with loss (kept).
+    log_ratios = [[3e-4, -1e-4, 1e-4], [], [1e-3], [-3e-3, 1e-3], [0.0, 2e-3]]
+    _, result, _ = sequence_surrogate(log_ratios, [1.0, 9.0, 2.0, -2.0, -1.0])
+    assert result.losses.tolist() == pytest.approx([-math.exp(1e-4)] * 3 + [-2 * 1.0004] + [2 * 0.9997] * 2 + [math.exp(1e-3)] * 2, rel=1e-12)
+    assert result.clipped_high.tolist() == [False] * 3 + [True] + [False] * 4
+    assert result.clipped_low.tolist() == [False] * 4 + [True] * 2 + [False] * 2
+    assert result.ratio.tolist() == pytest.approx([math.exp(1e-4)] * 3 + [math.exp(1e-3)] + [math.exp(-1e-3)] * 2 + [math.exp(1e-3)] * 2)
+
+
+def test_sequence_surrogate_has_the_gradient_of_the_paper():
+    logprobs, result, lengths = sequence_surrogate([[3e-4, -1e-4, 1e-4], [1e-3], [0.0, 2e-3]], [1.5, 2.0, -1.0])
+    weights = token_weights(lengths, aggregation="sample_mean", dtype=torch.float64)
+    (weights * result.losses).sum().backward()
+    # Equation 10 with the sign of a loss: -s A / |y| at every token of a sample, and nothing where the sample is clipped.
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-math.exp(1e-4) * 1.5 / 3] * 3 + [0.0] + [math.exp(1e-3) / 2] * 2, rel=1e-12)
+
+
+def test_sequence_surrogate_is_the_token_surrogate_for_samples_of_one_token():
+    ratios, advantages = [1.1, 1.5, 1.5, 0.5, 0.5], [2.0, 2.0, -2.0, 2.0, -2.0]
+    _, by_token = surrogate(ratios, advantages)
+    logprobs = torch.tensor(ratios, dtype=torch.float64).log()
+    by_sequence = clipped_sequence_surrogate(
+        logprobs,
+        old_logprobs=torch.zeros(5, dtype=torch.float64),
+        advantages=torch.tensor(advantages, dtype=torch.float64),
+        num_loss_tokens=torch.ones(5, dtype=torch.int64),
+        clip_low=0.2,
+        clip_high=0.3,
+    )
+    assert by_sequence.losses.tolist() == by_token.losses.tolist()
+    assert by_sequence.clipped_low.tolist() == by_token.clipped_low.tolist()

@@ -7,9 +7,9 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from relax_events.control.progress import ProgressDisplay
-from relax_events.control.progress_figures import ProgressFigures, WorkerRow, WorkerTable
-from relax_events.control.progress_panel import ProgressPanel, clock, fit, sparkline
+from relax_events.control.progress.display import ProgressDisplay
+from relax_events.control.progress.figures import ProgressFigures, WorkerRow, WorkerTable
+from relax_events.control.progress.panel import ProgressPanel, clock, fit, sparkline
 from relax_events.control.run_state import RunState
 from relax_events.events.types import MetricsReported, Outcome, WorkerState
 from tests.unit.run_events import beat, run_config, train_step

@@ -12,8 +12,8 @@ from event_samples import rolled_out
 
 from relax_events.config import RunConfig
 from relax_events.control.ledger import Ledger
-from relax_events.control.report import build_report, config_digest, write_report
-from relax_events.control.report_page import duration, report_page
+from relax_events.control.report.page import duration, report_page
+from relax_events.control.report.writing import build_report, write_report
 from relax_events.control.run_state import RunState
 from relax_events.events.types import (
     ObjectRef,
@@ -22,6 +22,7 @@ from relax_events.events.types import (
     PromptGroupEnded,
     PromptGroupIssued,
 )
+from relax_events.pipeline.description import config_digest
 from tests.unit.run_events import run_config, train_step
 
 END_SECONDS = 2000.0

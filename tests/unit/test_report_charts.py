@@ -5,8 +5,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from relax_events.control.report_charts import MAX_BARS, MAX_POINTS, bar_chart, line_chart, shares_bar, stacked_chart
-from relax_events.control.report_scales import bucketed, domain, short_number, smoothed, ticks
+from relax_events.control.report.charts import MAX_BARS, MAX_POINTS, bar_chart, line_chart, shares_bar, stacked_chart
+from relax_events.control.report.scales import bucketed, domain, short_number, smoothed, ticks
 
 HOSTILE = '<script>alert("x")</script>'
 

@@ -186,3 +186,18 @@ def test_pool_loads_a_verifier_before_the_first_deadline_runs() -> None:
     metadata = '{"task": "chain_sum", "options": {}, "entry": {"answer": "4", "metadata": {}}}'
     with RewardPool(RewardConfig(function="reasoning_gym", timeout_seconds=1.0)) as pool:
         assert rewards(pool.score_batch([RewardItem("a", "4", "4", metadata), RewardItem("b", "5", "4", metadata)])) == [1.0, 0.0]
+
+
+def test_reward_function_is_not_told_how_to_reach_the_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BROKER_PASSWORD", "RELAX_BROKER__PASSWORD_FILE", "RELAX_BROKER__CREDENTIALS"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("OF_THE_USER", "kept")
+    looking = tmp_path / "looking.py"
+    looking.write_text(
+        "import os\n\ndef look(completion, *, answer, metadata, prompt):\n"
+        "    return float('OF_THE_USER' in os.environ) - sum('BROKER' in name for name in os.environ)\n"
+    )
+    with RewardPool(RewardConfig(function=f"{looking}:look")) as pool:
+        (score,) = pool.score_batch([RewardItem("a", "b", answer="c", metadata="{}", prompt="d")])
+    assert isinstance(score, Score)
+    assert score.reward == 1.0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from relax_events.config import RunConfig
-from relax_events.control.supervisor import Fencing, Supervisor
+from relax_events.control.supervisor import RESTART_WINDOW_SECONDS, Fencing, Supervisor
 from relax_events.errors import ConfigError, Fenced, RelaxError, RunFailed, SchemaError
 from relax_events.events.types import WorkerBeat, WorkerState
 
@@ -64,6 +65,15 @@ def test_worker_that_died_is_started_again(make_run_config: MakeRunConfig, tmp_p
     assert supervisor.num_restarts == len(supervisor._processes)
     assert {managed.process for managed in supervisor._processes.values()} == {None}
     assert supervisor.fenced == {}
+
+
+def test_worker_that_lived_for_long_is_started_again_at_once(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
+    supervisor = ended(make_run_config(), tmp_path, 1)
+    for managed in supervisor._processes.values():
+        managed.starts = [time.monotonic() - 2 * RESTART_WINDOW_SECONDS]
+    supervisor.tend()
+    now = time.monotonic()
+    assert [managed.worker_id for managed in supervisor._processes.values() if managed.start_after > now] == []
 
 
 def test_worker_that_drained_is_started_again_a_moment_later_and_without_alarm(make_run_config: MakeRunConfig, tmp_path: Path) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from relax_events.broker.admin import TopicState
 from relax_events.config import RunConfig
-from relax_events.control.topics import plan_changes
+from relax_events.control.topics.applying import danger_of, plan_changes, refuse_dangers
+from relax_events.errors import BrokerRefused
 from relax_events.topics import TopicPlan, TopicSpec
 
 
@@ -33,3 +36,51 @@ def test_changes_are_the_difference_between_plan_and_broker() -> None:
         ("conflict", "has 2 partitions, the plan says 4"),
         ("alter", "retention.ms: 5 -> -1"),
     ]
+
+
+def test_topics_beside_the_plan_are_no_drift_and_go_only_when_that_was_agreed_to() -> None:
+    found = {name: TopicState(name, 1, 1, {}) for name in ("relax.r.strange", "relax.r.reward.scores.other")}
+    kept = plan_changes([], found)
+    assert [(change.kind, change.topic, change.is_drift) for change in kept] == [
+        ("extra", "relax.r.reward.scores.other", False),
+        ("extra", "relax.r.strange", False),
+    ]
+    agreed = plan_changes([], found, allow=["delete"])
+    assert [(change.kind, change.topic, change.danger) for change in agreed] == [
+        ("extra", "relax.r.reward.scores.other", ""),
+        ("delete", "relax.r.strange", "delete"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new", "danger"),
+    [
+        ("retention.ms", "-1", "60000", "retention"),
+        ("retention.ms", "60000", "1000", "retention"),
+        ("retention.ms", "60000", "-1", ""),
+        ("retention.bytes", "-1", "10", "retention"),
+        ("cleanup.policy", "delete", "compact", "cleanup"),
+        ("cleanup.policy", "compact,delete", "delete", ""),
+        ("max.message.bytes", "20", "10", "record-size"),
+        ("max.message.bytes", "10", "20", ""),
+        ("min.insync.replicas", "2", "1", "durability"),
+        ("compression.type", "zstd", "lz4", ""),
+        ("retention.ms", None, "10", ""),
+    ],
+)
+def test_danger_lies_in_what_loses_records(key: str, old: str | None, new: str, danger: str) -> None:
+    assert danger_of(key, old, new) == danger
+
+
+def test_shape_is_refused_with_the_keys_that_it_follows_from() -> None:
+    spec = TopicSpec("relax.r.prompt.groups", 4, 1, "of a test", {})
+    more = plan_changes([spec], {spec.name: TopicState(spec.name, 2, 1, {})})
+    with pytest.raises(BrokerRefused, match=r"keep broker.queue_partitions as it was, or take another run.id; .*--allow partitions"):
+        refuse_dangers(more, allow=[])
+    refuse_dangers(more, allow=["partitions"])
+    fewer = plan_changes([spec], {spec.name: TopicState(spec.name, 9, 1, {})})
+    with pytest.raises(BrokerRefused, match=r"has 9 partitions, the plan says 4"):
+        refuse_dangers(fewer, allow=["partitions"])  # the broker can't take partitions away
+    copies = plan_changes([spec], {spec.name: TopicState(spec.name, 4, 3, {})})
+    with pytest.raises(BrokerRefused, match=r"has 3 replicas, the plan says 1; keep broker.replication_factor as it was"):
+        refuse_dangers(copies, allow=["partitions"])

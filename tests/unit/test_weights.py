@@ -10,7 +10,8 @@ from torch import Tensor
 from relax_events.errors import ObjectError, WeightsError
 from relax_events.events.types import ObjectRef, PolicyVersionPublished
 from relax_events.objects import ObjectStore
-from relax_events.weights.artifacts import delete_weights, read_weights, weights_digest, write_weights
+from relax_events.weights.artifacts import delete_weights, stored_versions, weights_digest, write_weights
+from relax_events.weights.reading import read_weights
 from relax_events.weights.transport import StoreTransport
 
 pytestmark = pytest.mark.unit
@@ -160,6 +161,14 @@ def test_delete_weights_forgets_the_given_versions_alone(store: ObjectStore) -> 
     with pytest.raises(WeightsError, match="there is no such object"):
         read_weights(store, references[0])
     read_weights(store, references[2])
+
+
+def test_stored_versions_tells_half_written_ones_too(store: ObjectStore) -> None:
+    assert stored_versions(store) == []
+    for version in (10, 2):
+        write_weights(store, some_tensors(), policy_version=version)
+    store.put_at("weights/00000007/0123456789abcdef.safetensors", b"no manifest")
+    assert stored_versions(store) == [2, 7, 10]
 
 
 def test_store_transport_fetches_what_it_published(store: ObjectStore) -> None:

@@ -3,6 +3,7 @@
 It binds to the loopback interface only and is meant for one machine; a cluster is reached by its bootstrap servers instead.
 """
 
+from relax_events.broker.embedded.access import BrokerBusy
 from relax_events.broker.embedded.broker import EmbeddedBroker
 
-__all__ = ["EmbeddedBroker"]
+__all__ = ["BrokerBusy", "EmbeddedBroker"]

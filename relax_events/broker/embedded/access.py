@@ -8,12 +8,16 @@ from pathlib import Path
 from relax_events.errors import EnvironmentProblem
 
 
+class BrokerBusy(EnvironmentProblem):
+    """Another process is starting or stopping the broker."""
+
+
 @contextmanager
 def sole_access(directory: Path) -> Iterator[None]:
     """Hold a broker's directory against other starters and stoppers; the system drops the lock with its holder, so none is left behind.
 
     Raises:
-        EnvironmentProblem: Another process holds it.
+        BrokerBusy: Another process holds it.
     """
     with file_problems(directory):
         file = (directory / "broker.lock").open("w")
@@ -21,7 +25,7 @@ def sole_access(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise EnvironmentProblem(f"another process is starting or stopping the broker in {directory}; try again when it is done") from None
+            raise BrokerBusy(f"another process is starting or stopping the broker in {directory}; try again when it is done") from None
         yield
 
 

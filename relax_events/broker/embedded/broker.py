@@ -15,6 +15,7 @@ from relax_events.broker.embedded.access import file_problems, sole_access
 from relax_events.broker.embedded.diagnosis import explain_death
 from relax_events.broker.embedded.launch import LOG_NAME, STATE_NAME, launch
 from relax_events.broker.embedded.ports import HOST
+from relax_events.broker.embedded.security import readiness_settings
 from relax_events.broker.embedded.state import BrokerState, read_state, write_state
 from relax_events.errors import BrokerUnavailable, ConfigError, EnvironmentProblem, RelaxError
 
@@ -33,14 +34,18 @@ class EmbeddedBroker:
         directory: Made when missing.
         port: Where clients connect; 0 takes the port used before in this directory, or a free one.
         node_properties: Broker settings laid over ours, taken at the next start.
+        credentials: A folder made by `relax broker secure`: only its principals get in. Remembered from then on.
     """
 
-    def __init__(self, directory: Path, *, port: int = 0, node_properties: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, directory: Path, *, port: int = 0, node_properties: Mapping[str, str] | None = None, credentials: Path | None = None
+    ) -> None:
         if not 0 <= port <= _LAST_PORT:
             raise ConfigError(f"port must be 0 to {_LAST_PORT}, got {port}; 0 takes a free one")
         self._directory = Path(directory).absolute()
         self._wanted_port = port
         self._node_properties = _NO_PROPERTIES if node_properties is None else dict(node_properties)
+        self._credentials = credentials
         self._started_here = False
 
     @property
@@ -93,7 +98,7 @@ class EmbeddedBroker:
             EnvironmentProblem: No Java, no network on first use, no disk space, or the port is taken.
             BrokerError: The broker ended while it started; the text has the last lines of its log.
             BrokerUnavailable: It was not ready in time.
-            ConfigError: `node_properties` sets what the embedded broker decides itself.
+            ConfigError: `node_properties` sets what the embedded broker decides itself, or `credentials` lacks a file.
         """
         with file_problems(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -103,7 +108,13 @@ class EmbeddedBroker:
                 self._check_port(state)
                 self._await(running, state, timeout_seconds)
                 return
-            running, state = launch(self._directory, last=state, wanted_port=self._wanted_port, node_properties=self._node_properties)
+            running, state = launch(
+                self._directory,
+                last=state,
+                wanted_port=self._wanted_port,
+                node_properties=self._node_properties,
+                credentials=self._credentials,
+            )
             ready = False
             try:
                 self._await(running, state, timeout_seconds)
@@ -150,7 +161,8 @@ class EmbeddedBroker:
     def _await(self, running: psutil.Process, state: BrokerState, timeout_seconds: float) -> None:
         from relax_events.broker.embedded.readiness import becomes_ready  # loads librdkafka, which `relax broker status` does without
 
-        if becomes_ready(running, state.port, deadline_seconds=time.monotonic() + timeout_seconds):
+        client = readiness_settings(state.credentials)
+        if becomes_ready(running, state.port, deadline_seconds=time.monotonic() + timeout_seconds, client=client):
             return
         if processes.ended_within(running, 0):
             raise self.died_error()

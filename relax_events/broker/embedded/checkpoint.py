@@ -1,13 +1,17 @@
 """Write Kafka's bootstrap checkpoint from Python, which saves the second JVM start that `kafka-storage format` takes (1.6 s).
 
-The file is three record batches of format v2: a snapshot header, one FeatureLevelRecord per feature, a snapshot footer.
-Source: Kafka 4.3 `BootstrapDirectory`, `RecordsSnapshotWriter`; message formats in `FeatureLevelRecord.json`, `SnapshotHeaderRecord.json`.
+The file is three record batches of format v2: a snapshot header, one FeatureLevelRecord per feature and one UserScramCredentialRecord per user
+that can log in from the first moment, a snapshot footer.
+Source: Kafka 4.3 `BootstrapDirectory`, `RecordsSnapshotWriter`; message formats in `FeatureLevelRecord.json`, `UserScramCredentialRecord.json`,
+`SnapshotHeaderRecord.json`.
 """
 
 import struct
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
+
+from relax_events.broker.security.scram import ScramCredential
 
 # What `kafka-storage format` gives a new 4.3 cluster. share.version 1 opens share groups, group.version 1 KIP-848 groups,
 # transaction.version 2 the stronger fencing of KIP-890.
@@ -23,19 +27,24 @@ _CONTROL_BATCH = 0x20
 _SNAPSHOT_HEADER_KEY = struct.pack(">hh", 0, 3)
 _SNAPSHOT_FOOTER_KEY = struct.pack(">hh", 0, 4)
 _FEATURE_LEVEL_PREFIX = bytes([1, 12, 0])  # frame version, record type, record version
+_SCRAM_PREFIX = bytes([1, 11, 0])
+_SCRAM_SHA_512 = bytes([2])
 _CASTAGNOLI_REVERSED = 0x82F63B78
 
 
-def bootstrap_checkpoint(features: Mapping[str, int] = FEATURE_LEVELS, *, timestamp_milliseconds: int | None = None) -> bytes:
-    """Return the content of `bootstrap.checkpoint` for a cluster that starts at these feature levels."""
+def bootstrap_checkpoint(
+    features: Mapping[str, int] = FEATURE_LEVELS, *, users: Sequence[ScramCredential] = (), timestamp_milliseconds: int | None = None
+) -> bytes:
+    """Return the content of `bootstrap.checkpoint` for a cluster that starts at these feature levels, with these users."""
     now = int(time.time() * 1000) if timestamp_milliseconds is None else timestamp_milliseconds
     header = _record(0, struct.pack(">hqb", 0, 0, 0), key=_SNAPSHOT_HEADER_KEY)
-    levels = [_record(index, _feature_level(name, level)) for index, (name, level) in enumerate(features.items())]
+    values = [_feature_level(name, level) for name, level in features.items()] + [_scram_user(user) for user in users]
+    records = [_record(index, value) for index, value in enumerate(values)]
     footer = _record(0, struct.pack(">hb", 0, 0), key=_SNAPSHOT_FOOTER_KEY)
     return (
         _batch(0, [header], now, attributes=_CONTROL_BATCH)
-        + _batch(1, levels, now, attributes=0)
-        + _batch(1 + len(levels), [footer], now, attributes=_CONTROL_BATCH)
+        + _batch(1, records, now, attributes=0)
+        + _batch(1 + len(records), [footer], now, attributes=_CONTROL_BATCH)
     )
 
 
@@ -59,8 +68,16 @@ def _crc_table() -> tuple[int, ...]:
 
 
 def _feature_level(name: str, level: int) -> bytes:
-    encoded = name.encode("ascii")
-    return _FEATURE_LEVEL_PREFIX + _unsigned_varint(len(encoded) + 1) + encoded + struct.pack(">hb", level, 0)
+    return _FEATURE_LEVEL_PREFIX + _compact(name.encode("ascii")) + struct.pack(">hb", level, 0)
+
+
+def _scram_user(user: ScramCredential) -> bytes:
+    fields = _compact(user.username.encode()) + _SCRAM_SHA_512 + _compact(user.salt) + _compact(user.stored_key) + _compact(user.server_key)
+    return _SCRAM_PREFIX + fields + struct.pack(">ib", user.iterations, 0)
+
+
+def _compact(data: bytes) -> bytes:
+    return _unsigned_varint(len(data) + 1) + data
 
 
 def _record(offset_delta: int, value: bytes, *, key: bytes | None = None) -> bytes:

@@ -43,26 +43,32 @@ def repository_address() -> str:
 
 
 def ensure_jars(lock: Lock, directory: Path) -> list[Path]:
-    """Make every locked jar present in `directory` and return their paths in class path order.
+    """Make every locked jar present in `directory` and return their paths in class path order, as `ensure_files` does."""
+    return ensure_files(lock.jars, directory, title=f"Apache Kafka {lock.kafka_version}")
 
-    Jars that are there with the right size and SHA-256 are not fetched again, so a filled cache needs no network.
+
+def ensure_files(jars: Sequence[Jar], directory: Path, *, title: str) -> list[Path]:
+    """Make files of an artifact repository present in `directory` and return their paths in the same order.
+
+    Files that are there with the right size and SHA-256 are not fetched again, so a filled cache needs no network.
 
     Args:
-        lock: What must be there.
+        jars: What must be there: jars, or archives of another kind.
         directory: The cache folder; made when missing.
+        title: What they are together, for the progress shown.
     Raises:
-        EnvironmentProblem: A jar could not be fetched, or what came is not what the lock names.
+        EnvironmentProblem: A file could not be fetched, or what came is not what the lock names.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
-        whole = list(threads.map(lambda jar: _is_whole(directory / jar.name, jar), lock.jars))
-    missing = [jar for jar, good in zip(lock.jars, whole, strict=True) if not good]
+        whole = list(threads.map(lambda jar: _is_whole(directory / jar.name, jar), jars))
+    missing = [jar for jar, good in zip(jars, whole, strict=True) if not good]
     if missing:
         total_bytes = sum(jar.size_bytes for jar in missing)
         require_free_space(directory, minimum_bytes=2 * total_bytes)
-        with transfer_progress(f"Apache Kafka {lock.kafka_version}, {len(missing)} jars", total_bytes) as advance:
+        with transfer_progress(f"{title}, {len(missing)} files", total_bytes) as advance:
             _fetch_all(missing, repository_address(), directory, advance)
-    return [directory / jar.name for jar in lock.jars]
+    return [directory / jar.name for jar in jars]
 
 
 def _fetch_all(jars: Sequence[Jar], address: str, directory: Path, advance: Callable[[int], None]) -> None:

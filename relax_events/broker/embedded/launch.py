@@ -14,6 +14,7 @@ from relax_events.broker.embedded.download import ensure_jars
 from relax_events.broker.embedded.java import Java, broker_command, class_archive_path, find_java
 from relax_events.broker.embedded.lock import read_lock
 from relax_events.broker.embedded.ports import choose_port, is_free, require_free
+from relax_events.broker.embedded.security import NodeSecurity, kept_credentials
 from relax_events.broker.embedded.settings import server_properties
 from relax_events.broker.embedded.state import BrokerState, write_state
 from relax_events.broker.embedded.storage import ensure_formatted, require_free_space
@@ -22,7 +23,9 @@ STATE_NAME = "broker.json"
 LOG_NAME = "broker.log"
 
 
-def launch(directory: Path, *, last: BrokerState | None, wanted_port: int, node_properties: Mapping[str, str]) -> tuple[psutil.Process, BrokerState]:
+def launch(
+    directory: Path, *, last: BrokerState | None, wanted_port: int, node_properties: Mapping[str, str], credentials: Path | None = None
+) -> tuple[psutil.Process, BrokerState]:
     """Start a broker in a directory and record it there; it is not ready yet.
 
     Args:
@@ -30,7 +33,9 @@ def launch(directory: Path, *, last: BrokerState | None, wanted_port: int, node_
         last: What the directory remembers of an earlier broker, whose ports are used again.
         wanted_port: Where clients connect; 0 leaves the choice.
         node_properties: Broker settings laid over ours.
+        credentials: The security folder of a secured broker; None takes that of the last start.
     Raises:
+        ConfigError: The security folder lacks a file.
         EnvironmentProblem: No Java, no network on first use, no disk space, a folder that can't be written, or the port is taken.
     """
     java = find_java()
@@ -42,8 +47,13 @@ def launch(directory: Path, *, last: BrokerState | None, wanted_port: int, node_
         if last and last.archive_at_exit:
             Path(last.archive_at_exit).unlink(missing_ok=True)  # of a broker that nobody stopped, so nobody knows whether it is whole
         port, controller_port = _choose_ports(last, wanted_port)
-        properties = _write_files(directory, port, controller_port, node_properties)
-        return _run(directory, java, jars, properties, BrokerState(port, controller_port, read_lock().kafka_version))
+        state = BrokerState(port, controller_port, read_lock().kafka_version)
+        security = None
+        if kept := kept_credentials(credentials, last.credentials if last else None, data=directory / "data"):
+            security = NodeSecurity.of(kept, internal_port=choose_port(taken=frozenset({port, controller_port})))
+            state = replace(state, internal_port=security.internal_port, credentials=str(security.folder.path))
+        properties = _write_files(directory, state, node_properties, security)
+        return _run(directory, java, jars, properties, state)
 
 
 def _choose_ports(last: BrokerState | None, wanted_port: int) -> tuple[int, int]:
@@ -55,10 +65,10 @@ def _choose_ports(last: BrokerState | None, wanted_port: int) -> tuple[int, int]
     return port, choose_port(taken=frozenset({port}))
 
 
-def _write_files(directory: Path, port: int, controller_port: int, node_properties: Mapping[str, str]) -> Path:
+def _write_files(directory: Path, state: BrokerState, node_properties: Mapping[str, str], security: NodeSecurity | None) -> Path:
     data = directory / "data"
-    text = server_properties(data, port=port, controller_port=controller_port, overrides=node_properties)
-    ensure_formatted(data)
+    text = server_properties(data, port=state.port, controller_port=state.controller_port, overrides=node_properties, security=security)
+    ensure_formatted(data, users=security.first_users() if security else ())
     (directory / "tmp").mkdir(exist_ok=True)
     path = directory / "server.properties"
     path.write_text(text, encoding="ascii")

@@ -2,6 +2,7 @@
 
 import socket
 import time
+from collections.abc import Mapping
 
 import psutil
 from confluent_kafka import KafkaException
@@ -15,7 +16,7 @@ _CONNECT_SECONDS = 0.5
 _METADATA_SECONDS = 2.0
 
 
-def becomes_ready(process: psutil.Process, port: int, *, deadline_seconds: float) -> bool:
+def becomes_ready(process: psutil.Process, port: int, *, deadline_seconds: float, client: Mapping[str, str]) -> bool:
     """Wait for a broker and tell whether it got ready; False when its process ended or the deadline passed.
 
     A listening socket that isn't there yet tells nobody when it comes, so this asks again after each short wait for the end of the process.
@@ -24,12 +25,14 @@ def becomes_ready(process: psutil.Process, port: int, *, deadline_seconds: float
         process: The broker's.
         port: Where it will listen, on the loopback interface.
         deadline_seconds: On the monotonic clock.
+        client: Settings that the broker asks of its clients, for security.
     """
     while not _accepts(port):
         if time.monotonic() > deadline_seconds or ended_within(process, _PAUSE_SECONDS):
             return False
-    client = AdminClient({"bootstrap.servers": f"{HOST}:{port}", "reconnect.backoff.ms": 20, "reconnect.backoff.max.ms": 50, "log_level": 0})
-    while not _lists_a_broker(client):
+    quick: dict[str, str | int] = {"bootstrap.servers": f"{HOST}:{port}", "reconnect.backoff.ms": 20, "reconnect.backoff.max.ms": 50, "log_level": 0}
+    asking = AdminClient({**quick, **client})
+    while not _lists_a_broker(asking):
         if time.monotonic() > deadline_seconds or ended_within(process, _PAUSE_SECONDS):
             return False
     return True

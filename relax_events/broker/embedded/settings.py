@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from relax_events.broker.embedded.security import NodeSecurity
 from relax_events.broker.embedded.storage import NODE_ID
 from relax_events.errors import ConfigError
 
@@ -60,10 +61,14 @@ _GROUPS = {
     "group.share.max.record.lock.duration.ms": _HOUR_MILLISECONDS,
     "transaction.max.timeout.ms": 900_000,
 }
-_OWN_KEYS = frozenset({*_NODE, "listeners", "advertised.listeners", "controller.quorum.voters", "log.dirs", "log.dir", "metadata.log.dir"})
+_OWN_KEYS = frozenset(
+    {*_NODE, "listeners", "advertised.listeners", "controller.quorum.voters", "log.dirs", "log.dir", "metadata.log.dir", "super.users"}
+)
 
 
-def server_properties(data: Path, *, port: int, controller_port: int, overrides: Mapping[str, str]) -> str:
+def server_properties(
+    data: Path, *, port: int, controller_port: int, overrides: Mapping[str, str], security: NodeSecurity | None = None
+) -> str:
     """Return the text of `server.properties`.
 
     Args:
@@ -71,6 +76,7 @@ def server_properties(data: Path, *, port: int, controller_port: int, overrides:
         port: Where clients connect, on the loopback interface.
         controller_port: Where the node talks to its own controller.
         overrides: Further broker settings, laid over these.
+        security: Who may connect and do what; without it everyone may do everything.
     Raises:
         ConfigError: An override touches what the embedded broker decides (addresses, folders, identity), or the folder's name holds a comma.
     """
@@ -85,7 +91,8 @@ def server_properties(data: Path, *, port: int, controller_port: int, overrides:
         "controller.quorum.voters": f"{NODE_ID}@127.0.0.1:{controller_port}",
         "log.dirs": str(data),
     }
-    settings = {**_NODE, **_SESSION, **_TOPICS, **_INTERNAL_TOPICS, **_GROUPS, **places, **overrides}
+    secured = {} if security is None else security.properties(port=port, controller_port=controller_port)
+    settings = {**_NODE, **_SESSION, **_TOPICS, **_INTERNAL_TOPICS, **_GROUPS, **places, **secured, **overrides}
     return "".join(f"{escape(key)}={escape(str(value))}\n" for key, value in settings.items())
 
 

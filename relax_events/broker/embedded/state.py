@@ -10,7 +10,10 @@ from relax_events.errors import EnvironmentProblem
 
 @dataclass(frozen=True)
 class BrokerState:
-    """One broker as last recorded; ports outlive the process so that a restart is found by running clients."""
+    """One broker as last recorded; ports outlive the process so that a restart is found by running clients.
+
+    `credentials` is the security folder of a secured broker, which has a listener of its own for itself, `internal_port`.
+    """
 
     port: int
     controller_port: int
@@ -19,6 +22,8 @@ class BrokerState:
     started_at_seconds: float | None = None
     archive_at_exit: str | None = None
     log_start_byte: int = 0
+    internal_port: int = 0
+    credentials: str | None = None
 
 
 def read_state(path: Path) -> BrokerState | None:

@@ -3,9 +3,11 @@
 import base64
 import shutil
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from relax_events.broker.embedded.checkpoint import bootstrap_checkpoint
+from relax_events.broker.security.scram import ScramCredential
 from relax_events.errors import EnvironmentProblem
 
 NODE_ID = 1
@@ -13,8 +15,8 @@ MINIMUM_FREE_BYTES = 256 << 20
 _MIB = 1 << 20
 
 
-def ensure_formatted(data: Path) -> None:
-    """Make `data` a formatted log folder; one that is formatted already keeps its identity and records.
+def ensure_formatted(data: Path, *, users: Sequence[ScramCredential] = ()) -> None:
+    """Make `data` a formatted log folder that knows these users; one that is formatted already keeps its identity and records.
 
     `meta.properties` is what marks a folder as formatted, so it is written last and renamed into place: a crash in between formats again.
     """
@@ -22,7 +24,7 @@ def ensure_formatted(data: Path) -> None:
     if marker.exists():
         return
     data.mkdir(parents=True, exist_ok=True)
-    (data / "bootstrap.checkpoint").write_bytes(bootstrap_checkpoint())
+    (data / "bootstrap.checkpoint").write_bytes(bootstrap_checkpoint(users=users))
     draft = data / "meta.properties.tmp"
     draft.write_text(f"version=1\ncluster.id={new_id()}\nnode.id={NODE_ID}\ndirectory.id={new_id()}\n", encoding="ascii")
     draft.replace(marker)

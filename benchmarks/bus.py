@@ -1,0 +1,237 @@
+"""Our bus beside TransferQueue and Redis streams, on the same samples: rates, latencies, processor time, and what a kill loses.
+
+The sides take turns within each round, so that whatever else the machine does falls on all of them; ratios are of one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.planes import environment, losses
+from benchmarks.planes.kafka import KafkaServer
+from benchmarks.planes.losses import Losses
+from benchmarks.planes.protocol import UNDER_WAY, Cell
+from benchmarks.planes.redis_server import RedisServer
+from benchmarks.planes.samples import BYTES_PER_TOKEN
+from benchmarks.planes.side import READERS, Result, Side
+from benchmarks.planes.transfer_queue import TransferQueueServer
+
+OURS, TRANSFER_QUEUE = "Relax Events", "TransferQueue"
+SIZES = {"7 KB": 512, "53 KB": 4096, "0.5 MB": 40_960}
+ONE_BY_ONE = "one by one"
+CELL_BYTES = 256 * 1024 * 1024  # what one measurement moves at the most, unless its two batches are more
+RATE_AIM, P99_AIM_MS, BATCH_AIM = 20.0, 10.0, 1.5
+PACED_PER_SECOND, PACED_SECONDS = 40.0, 2.5
+
+Results = dict[str, list[Result]]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long it may take."""
+
+    num_rounds: int
+    seconds: float
+    warm_seconds: float
+    sizes: tuple[str, ...] = tuple(SIZES)
+
+
+FULL = Effort(num_rounds=3, seconds=0.8, warm_seconds=3.0)
+QUICK = Effort(num_rounds=1, seconds=0.3, warm_seconds=0.5, sizes=("7 KB",))
+
+
+@dataclass
+class Measured:
+    """Everything that came out: per size and cell the results of each side by round, and what each side lost."""
+
+    cells: dict[str, dict[str, Results]] = field(default_factory=dict)
+    losses: dict[str, Losses] = field(default_factory=dict)
+
+
+def cells(size: str) -> list[Cell]:
+    """Return what is measured at a size."""
+    num_tokens = SIZES[size]
+    batches = [Cell(f"batches of {batch}", num_tokens, batch=batch) for batch in (64, 512)]
+    rest = [
+        Cell(f"streamed, at most {UNDER_WAY} unacknowledged", num_tokens, is_streaming=True),
+        Cell(f"batches of 64 to {READERS} consumers", num_tokens, batch=64, num_readers=READERS),
+        Cell(f"one by one, {PACED_PER_SECOND:g} a second", num_tokens, per_second=PACED_PER_SECOND),
+    ]
+    return [Cell(ONE_BY_ONE, num_tokens), *batches, *(rest if num_tokens < SIZES["0.5 MB"] else [])]
+
+
+def sides(folder: Path) -> Iterator[Side]:
+    """Make the sides; none runs yet."""
+    bench = environment.python()
+    if shutil.which("redis-server") is None:
+        raise SystemExit("redis-server is not on PATH; install it (Debian: redis-server) and run again")
+    yield Side(OURS, plane="kafka", python=Path(sys.executable), server=KafkaServer(folder / "broker"))
+    yield Side(TRANSFER_QUEUE, plane="transfer_queue", python=bench, server=TransferQueueServer(bench, folder / "ray"))
+    for name, is_durable in {"Redis, log synced every second": True, "Redis, memory only": False}.items():
+        yield Side(name, plane="redis", python=bench, server=RedisServer(folder / f"redis-{is_durable}", is_durable=is_durable))
+
+
+def num_samples(cell: Cell, *, per_second: float, seconds: float) -> int:
+    """Return how many samples fill the time at this rate: whole batches, two at the least, and not more bytes than allowed."""
+    if cell.per_second:
+        return int(cell.per_second * PACED_SECONDS)
+    most = CELL_BYTES // (cell.num_tokens * BYTES_PER_TOKEN)
+    unit = cell.read_batch
+    return max(2, int(min(per_second * seconds, most) / unit)) * unit
+
+
+def measure_cell(running: Sequence[Side], cell: Cell, effort: Effort) -> Results:
+    """Run a cell on all sides, round by round, each round beginning with another side; a first, short round warms and sets the counts."""
+    results: Results = {side.name: [] for side in running}
+    warm = 20 if cell.per_second else max(cell.read_batch, 32)
+    rates = {side.name: side.run(cell, warm).samples_per_second for side in running}
+    for turn in range(effort.num_rounds):
+        first = turn % len(running)
+        for side in (*running[first:], *running[:first]):
+            count = num_samples(cell, per_second=rates[side.name], seconds=effort.seconds)
+            result = side.run(cell, count)
+            rates[side.name] = result.samples_per_second
+            results[side.name].append(result)
+            print(f"{cell.name}: {side.name}: {result.samples_per_second:.0f} samples/s, p99 {result.p99_ms:.1f} ms", file=sys.stderr, flush=True)
+    return results
+
+
+def warm(running: Sequence[Side], seconds: float) -> None:
+    """Use each side for a while: a broker's first thousands of requests run code that isn't compiled yet, three times as slow."""
+    for cell in cells("7 KB")[:2]:
+        for side in running:
+            rate = side.run(cell, 64).samples_per_second
+            side.run(cell, num_samples(cell, per_second=rate, seconds=seconds))
+
+
+def measure(running: Sequence[Side], effort: Effort) -> Measured:
+    """Measure all cells, then kill."""
+    measured = Measured()
+    warm(running, effort.warm_seconds)
+    for size in effort.sizes:
+        measured.cells[size] = {cell.name: measure_cell(running, cell, effort) for cell in cells(size)}
+    for side in running:
+        measured.losses[side.name] = losses.measure(side)
+    return measured
+
+
+def ratios(ours: Sequence[Result], theirs: Sequence[Result]) -> list[float]:
+    """Return how many times our rate was theirs, round by round."""
+    return [mine.samples_per_second / other.samples_per_second for mine, other in zip(ours, theirs, strict=True)]
+
+
+def row_of(cell: str, side: str, results: Results, num_bytes: int) -> dict[str, str]:
+    """Sum up a side's rounds of a cell."""
+    own = results[side]
+    rate = statistics.median(one.samples_per_second for one in own)
+    times = ratios(results[OURS], own)
+    return {
+        "samples are put": cell,
+        "side": side,
+        "samples/s": f"{rate:,.0f}",
+        "MB/s": f"{rate * num_bytes / 1e6:,.1f}",
+        "p50 ms": f"{statistics.median(one.p50_ms for one in own):,.1f}",
+        "p99 ms": f"{statistics.median(one.p99_ms for one in own):,.1f}",
+        "CPU s per 1,000": f"{statistics.median(one.cpu_seconds_per_1000 for one in own):.2f}",
+        "our rate is": "" if side == OURS else f"{statistics.median(times):.2f}x ({min(times):.2f} to {max(times):.2f})",
+    }
+
+
+def tables(measured: Measured) -> dict[str, list[dict[str, str]]]:
+    """Lay out the figures, a table for each size and one for the losses."""
+    found = {}
+    for size, by_cell in measured.cells.items():
+        num_bytes = SIZES[size] * BYTES_PER_TOKEN
+        found[f"Samples of {size}"] = [row_of(cell, side, results, num_bytes) for cell, results in by_cell.items() for side in results]
+    found["Acknowledged samples lost when something is killed"] = [
+        {
+            "side": side,
+            f"consumer killed holding {lost.num_taken} of {lost.num_samples}": str(lost.consumer_killed),
+            f"storage killed holding {lost.num_samples}": str(lost.storage_killed),
+        }
+        for side, lost in measured.losses.items()
+    ]
+    return found
+
+
+def aims(measured: Measured) -> list[str]:
+    """Say of each aim whether it was reached, with the figure."""
+    said = []
+    for size, by_cell in measured.cells.items():
+        for cell, results in by_cell.items():
+            times = statistics.median(ratios(results[OURS], results[TRANSFER_QUEUE]))
+            p99 = statistics.median(one.p99_ms for one in results[OURS])
+            if cell == ONE_BY_ONE:
+                is_met = times >= RATE_AIM and p99 < P99_AIM_MS
+                goal = f"{RATE_AIM:g}x and p99 under {P99_AIM_MS:g} ms"
+                said.append(f"{size}, {cell}: {times:.1f}x the rate of {TRANSFER_QUEUE}, p99 {p99:.1f} ms; aim {goal}: {verdict(is_met)}")
+            elif cell.startswith("batches"):
+                said.append(f"{size}, {cell}: {times:.1f}x the rate of {TRANSFER_QUEUE}; aim {BATCH_AIM:g}x: {verdict(times >= BATCH_AIM)}")
+    lost = [measured.losses[OURS].consumer_killed, measured.losses[OURS].storage_killed]
+    unread = sum(one.num_lost for by_cell in measured.cells.values() for results in by_cell.values() for one in results[OURS])
+    said.append(f"lost by us in all runs and kills: {sum(lost) + unread}; aim none: {verdict(sum(lost) + unread == 0)}")
+    return said
+
+
+def verdict(is_met: bool) -> str:
+    """Return the word for it."""
+    return "reached" if is_met else "missed"
+
+
+QUESTION = """The same samples (tokens, mask, log-probabilities, advantages; random, so nothing can compress them) go through each data plane,
+from one writing process to one reading process, or to three that each get all. Our side is the product's own codec, producer
+(acks=all, idempotent), consumer group with offset commits, and topic settings, on the embedded broker. TransferQueue {version} has
+its simple storage with two units; it gets tensors stacked beforehand, and is asked again every 2 ms since it tells nobody. Redis
+streams carry the bytes of our codec, with a consumer group that acknowledges.
+
+"One by one": each put is acknowledged before the next begins, and the reader takes, decodes and acknowledges one at a time, while
+more are put; so its latency holds what waits because a reader is slower than its writer. "40 a second" shows the latency
+without that. A batch is put and acknowledged at once, and read as one. Latency is from before the put to after the decode. CPU is
+that of server, writer and readers together. Sides take turns within a round, ratios are of one round; figures are medians of the
+rounds ({rounds}), after a warm-up."""
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    """Measure and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    quick = "one short round of the smallest samples, about a minute; the page goes to a new temporary folder"
+    parser.add_argument("--quick", action="store_true", help=quick)
+    options = parser.parse_args(arguments)
+    effort = QUICK if options.quick else FULL
+    started = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the servers end with us
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        running = [stack.enter_context(side) for side in sides(Path(scratch))]
+        measured = measure(running, effort)
+    folder = Path(tempfile.mkdtemp()) if options.quick else report.FOLDER
+    publish(measured, effort, folder=folder)
+    print(f"took {time.monotonic() - started:.0f} s; wrote {folder}", file=sys.stderr)
+
+
+def publish(measured: Measured, effort: Effort, *, folder: Path) -> None:
+    """Write the page."""
+    report.write(
+        "bus",
+        title="The bus beside TransferQueue and Redis streams",
+        question=QUESTION.format(version="0.1.11", rounds=effort.num_rounds),
+        command="python -m benchmarks.bus",
+        tables=tables(measured),
+        conclusion="\n".join(f"- {line}." for line in aims(measured)),
+        data=asdict(measured),
+        folder=folder,
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,114 @@
+"""What a run costs in processor time and memory: the quickstart, watched from outside, per 1,000 samples and by role."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks import report
+from benchmarks.sync_async import CONFIG
+
+LOOK_EVERY_SECONDS = 0.25
+RUN_SECONDS = 900.0
+ROLES = ("prompter", "rollout", "reward", "advantage", "trainer", "controller", "metrics")
+BROKER, REST = "broker", "supervisor, preparation"
+QUESTION = """The quickstart, every role a process of its own and the broker embedded, watched from start to end: {num_samples:,} trained samples.
+Start-up is in it: imports, the broker's first seconds, making the model and the data (under "preparation"). Memory is resident, so pages that
+processes share count for each of them."""
+
+
+@dataclass
+class Watch:
+    """Adds up what the processes of each role used, by the last look at each."""
+
+    seconds: dict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+    peak_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def look(self, root: psutil.Process) -> None:
+        """Note the processor time and the memory of the process and all below it."""
+        resident: dict[str, int] = defaultdict(int)
+        for process in [root, *root.children(recursive=True)]:
+            try:
+                role = role_of(process.cmdline())
+                times = process.cpu_times()
+                resident[role] += process.memory_info().rss
+            except (psutil.NoSuchProcess, psutil.ZombieProcess):
+                continue
+            self.seconds[role][process.pid] = times.user + times.system
+        for role, num_bytes in resident.items():
+            self.peak_bytes[role] = max(self.peak_bytes[role], num_bytes)
+
+
+def role_of(command: list[str]) -> str:
+    """Tell a process's role by its command line."""
+    if "kafka.Kafka" in command:
+        return BROKER
+    return next((word for word in command if word in ROLES), REST)
+
+
+def run(folder: Path) -> tuple[Watch, dict[str, Any]]:
+    """Run the quickstart on a broker of its own; return what was seen and the run's report."""
+    places = ["run.id=footprint", f"run.directory={folder}", f"model.path={folder}/model"]
+    command = [sys.executable, "-m", "relax_events.cli", "run", str(CONFIG), *places]
+    watch = Watch()
+    with (folder / "output").open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    root = psutil.Process(process.pid)
+    while not has_ended(process):
+        watch.look(root)
+    if process.returncode:
+        raise SystemExit(f"the run ended with {process.returncode}:\n{(folder / 'output').read_text()[-2000:]}")
+    return watch, json.loads((folder / "runs" / "footprint" / "report.json").read_text())
+
+
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Wait until the next look is due and tell whether the process ended meanwhile."""
+    try:
+        process.wait(LOOK_EVERY_SECONDS)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def rows(watch: Watch, num_samples: int) -> list[dict[str, str]]:
+    """Lay out the roles, those that used most first."""
+    used = {role: sum(by_process.values()) for role, by_process in watch.seconds.items()}
+    return [
+        {
+            "role": role,
+            "CPU s per 1,000 samples": f"{used[role] / num_samples * 1000:.2f}",
+            "CPU s in all": f"{used[role]:.1f}",
+            "peak memory, MiB": f"{watch.peak_bytes[role] / 2**20:,.0f}",
+        }
+        for role in sorted(used, key=lambda role: -used[role])
+    ]
+
+
+def main() -> None:
+    """Run, watch and write the page."""
+    with tempfile.TemporaryDirectory() as folder:
+        watch, found = run(Path(folder))
+    num_samples = int(found["samples_trained"])
+    table = rows(watch, num_samples)
+    bus = next(row for row in table if row["role"] == BROKER)
+    report.write(
+        "footprint",
+        title="What a run costs in processor time and memory",
+        question=QUESTION.format(num_samples=num_samples),
+        command="python -m benchmarks.footprint",
+        rows=table,
+        conclusion=f"The broker takes {bus['CPU s per 1,000 samples']} s of processor time per 1,000 samples and {bus['peak memory, MiB']} MiB.",
+        data={"samples_trained": num_samples, "wall_seconds": found["wall_seconds"]},
+    )
+
+
+if __name__ == "__main__":
+    main()

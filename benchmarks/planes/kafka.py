@@ -1,0 +1,142 @@
+"""Our bus: the product's own codec, producer, consumer and topic settings, on the embedded broker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from benchmarks.planes.protocol import UNDER_WAY, Got
+from benchmarks.planes.samples import copy_of, sample
+from relax_events.broker.admin import Admin
+from relax_events.broker.connection import Connection
+from relax_events.broker.consumer import GroupConsumer
+from relax_events.broker.embedded import EmbeddedBroker
+from relax_events.broker.producer import RecordProducer
+from relax_events.broker.records import POLICY_VERSION_HEADER, OutRecord, Record
+from relax_events.config import BrokerConfig
+from relax_events.events.codec import EventCodec
+from relax_events.events.types import SampleReady, TopicOffset, now_micros
+from relax_events.pipeline.map_role import next_offsets
+from relax_events.topics import TopicPlan
+
+ENTITY = "advantage.samples"
+ASSIGNED_SECONDS = 30.0
+
+
+def plan_of(channel: str) -> TopicPlan:
+    """Return the plan of a run with default settings, named by the channel."""
+    broker = BrokerConfig()
+    return TopicPlan(channel, 1, broker.shards, broker.queue_partitions, broker.replication_factor, broker.compression)
+
+
+@cache
+def producer_of(address: str) -> RecordProducer:
+    """Return this process's producer, which is connected for as long as it lives, as a worker's is: a new one's first write takes half a second."""
+    return RecordProducer(Connection(address, client_id="bench.writer"), linger_ms=BrokerConfig().linger_ms)
+
+
+class KafkaWriter:
+    """A worker's way of writing samples: encoded, keyed by prompt group, into the partition of group and version."""
+
+    def __init__(self, address: str, channel: str, num_tokens: int) -> None:
+        self._plan, self._codec, self._pattern = plan_of(channel), EventCodec(), sample(num_tokens)
+        self._topic = self._plan.topic(ENTITY)
+        self._admin = Admin(Connection(address, client_id=f"{channel}.writer"))
+        self._admin.create([spec for spec in self._plan.specs() if spec.name == self._topic])
+        self._producer = producer_of(address)
+
+    def put(self, rows: Sequence[int], ready_at: int) -> None:
+        """See `Writer.put`."""
+        self._producer.write(self._records(rows, ready_at))
+
+    def stream(self, num_samples: int) -> None:
+        """See `Writer.stream`."""
+        for first in range(0, num_samples, UNDER_WAY):
+            for row in range(first, min(first + UNDER_WAY, num_samples)):
+                self._producer.send(self._record(row, now_micros()))
+            self._producer.flush()
+
+    def drop(self) -> None:
+        """See `Writer.drop`."""
+        self._admin.delete([self._topic])
+        self._admin.close()
+
+    def _records(self, rows: Iterable[int], ready_at: int) -> Iterator[OutRecord]:
+        return (self._record(row, ready_at) for row in rows)
+
+    def _record(self, row: int, ready_at: int) -> OutRecord:
+        event = copy_of(self._pattern, row, ready_at)
+        partition = self._plan.partition(event.prompt_group_id, event.policy_version)
+        headers = {POLICY_VERSION_HEADER: str(event.policy_version)}
+        return OutRecord(self._topic, self._codec.encode(event), key=event.prompt_group_id, partition=partition, headers=headers)
+
+
+class KafkaReader:
+    """A member of a consumer group that commits what it has finished, as the map roles do."""
+
+    def __init__(self, address: str, channel: str, consumer: str) -> None:
+        self._codec, self._assigned = EventCodec(), False
+        plan, connection = plan_of(channel), Connection(address, client_id=f"{channel}.{consumer}")
+        self._early: list[Record] = []
+        self._consumer = GroupConsumer(
+            connection, consumer_group=plan.consumer_group(consumer), topics=[plan.topic(ENTITY)], on_assigned=self._note_assigned
+        )
+        deadline = time.monotonic() + ASSIGNED_SECONDS
+        while not self._assigned:
+            self._early += self._consumer.fetch(1, timeout_seconds=0.1)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"consumer group {consumer} was given no partitions within {ASSIGNED_SECONDS:g} s")
+
+    def _note_assigned(self, _: list[TopicOffset]) -> None:
+        self._assigned = True
+
+    def _fetch(self, max_samples: int, timeout_seconds: float) -> list[Record]:
+        records, self._early = self._early, []
+        return records or self._consumer.fetch(max_samples, timeout_seconds=timeout_seconds)
+
+    def get(self, max_samples: int, *, timeout_seconds: float) -> list[Got]:
+        """See `Reader.get`."""
+        records = self._fetch(max_samples, timeout_seconds)
+        events = [self._codec.decode(record.value) for record in records]
+        self._consumer.commit(next_offsets(records))
+        return [Got(event.row, event.ready_at) for event in events if isinstance(event, SampleReady)]
+
+    def take(self, max_samples: int, *, timeout_seconds: float) -> int:
+        """See `Reader.take`."""
+        return len(self._fetch(max_samples, timeout_seconds))
+
+    def close(self) -> None:
+        """See `Reader.close`."""
+        self._consumer.close()
+
+
+class KafkaServer:
+    """The embedded broker."""
+
+    environment: Mapping[str, str] = {}
+
+    def __init__(self, directory: Path) -> None:
+        self._broker = EmbeddedBroker(directory)
+        self.address = ""
+
+    def start(self) -> None:
+        """See `Server.start`."""
+        self._broker.start()
+        self.address = self._broker.bootstrap_servers
+
+    def pids(self) -> list[int]:
+        """See `Server.pids`."""
+        return [self._broker.pid] if self._broker.pid else []
+
+    def kill_storage(self) -> None:
+        """See `Server.kill_storage`."""
+        self._broker.kill()
+
+    def stop(self) -> None:
+        """See `Server.stop`."""
+        self._broker.stop()
+
+
+open_writer, open_reader = KafkaWriter, KafkaReader

@@ -1,0 +1,114 @@
+"""A trainer backend that takes the time of the paper's and learns nothing, and the scorer that goes with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from benchmarks.profiles import Timing
+from relax_events.config import RunConfig
+from relax_events.events.types import SampleReady, SampleRolledOut
+from relax_events.training.protocol import StepFigures, TrainerState
+from relax_events.training.ranks import Ranks
+from relax_events.weights.manifest import Weights
+
+VOCAB_SIZE = 1 << 20
+NUM_WEIGHTS = 1 << 12
+MEANS = tuple(item.name for item in fields(StepFigures) if not item.name.startswith("num_"))
+
+
+class TimedBackend:
+    """Implements `training.protocol.TrainerBackend`."""
+
+    def __init__(self, config: RunConfig, *, ranks: Ranks) -> None:
+        """Read the speed from the model folder's `workload.json`."""
+        del ranks
+        self.policy_version = 0
+        self._timing = Timing.read(config.model.path)
+        self._weights = torch.zeros(NUM_WEIGHTS)
+        self._device_free_at = 0.0
+        self._num_samples = self._num_tokens = self._num_loss_tokens = 0
+
+    @property
+    def vocab_size(self) -> int:
+        """Bound of the token ids, above those of the tokenizer."""
+        return VOCAB_SIZE
+
+    def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
+        """Queue forward and backward on the devices, as kernels are, and return once all but this are done."""
+        tokens = sum(num_completion_tokens(sample) for sample in micro_batch)
+        switch = 0.0 if self._num_samples else self._timing.to_train_seconds
+        self._await_device()
+        self._occupy(switch + tokens * self._timing.lengths.record_divisor * self._timing.train_token_seconds)
+        self._num_samples += len(micro_batch)
+        self._num_loss_tokens += tokens
+        self._num_tokens += sum(len(np.asarray(sample.tokens)) for sample in micro_batch)
+
+    def step(self) -> StepFigures:
+        """Wait for what is queued and for the update, and count up."""
+        self._occupy(self._timing.update_seconds)
+        self._await_device()
+        self.policy_version += 1
+        self._weights = torch.full((NUM_WEIGHTS,), float(self.policy_version))
+        figures = StepFigures(
+            **dict.fromkeys(MEANS, 0.0),
+            num_loss_tokens=self._num_loss_tokens,
+            num_tokens=self._num_tokens,
+            num_samples=self._num_samples,
+        )
+        self._num_samples = self._num_tokens = self._num_loss_tokens = 0
+        return figures
+
+    def _occupy(self, seconds: float) -> None:
+        self._device_free_at = max(self._device_free_at, time.monotonic()) + seconds * self._timing.time_scale
+
+    def _await_device(self) -> None:
+        time.sleep(max(self._device_free_at - time.monotonic(), 0.0))
+
+    def weights(self) -> dict[str, Tensor]:
+        """Give a small tensor that differs from version to version."""
+        return {"weight": self._weights.clone()}
+
+    def state(self) -> TrainerState:
+        """Show the same."""
+        return TrainerState(policy_version=self.policy_version, tensors={"model.weight": self._weights})
+
+    def load_state(self, state: TrainerState) -> None:
+        """Go on from a state."""
+        self.policy_version = state.policy_version
+        tensors: Mapping[str, Tensor] = state.tensors
+        self._weights = tensors["model.weight"].clone()
+        self._num_samples = self._num_tokens = self._num_loss_tokens = 0
+
+    @staticmethod
+    def open_scorer(config: RunConfig) -> TimedScorer:
+        """Open a scorer for one of the forward roles."""
+        return TimedScorer(Timing.read(config.model.path))
+
+
+class TimedScorer:
+    """Implements `training.protocol.Scorer`."""
+
+    def __init__(self, timing: Timing) -> None:
+        """Take the speed of the forward roles."""
+        self._timing = timing
+
+    def score(self, samples: Sequence[SampleRolledOut]) -> list[NDArray[np.float32]]:
+        """Sleep for as long as the forward passes take."""
+        tokens = sum(num_completion_tokens(sample) for sample in samples)
+        time.sleep(tokens * self._timing.lengths.record_divisor * self._timing.forward_token_seconds * self._timing.time_scale)
+        return [np.zeros(len(np.asarray(sample.tokens)), np.float32) for sample in samples]
+
+    def load_weights(self, weights: Weights) -> None:
+        """Take note of nothing."""
+
+
+def num_completion_tokens(sample: SampleReady | SampleRolledOut) -> int:
+    """Return the tokens that the time is charged for."""
+    return len(np.asarray(sample.tokens)) - sample.num_prompt_tokens

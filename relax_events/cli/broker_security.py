@@ -1,0 +1,127 @@
+"""`relax broker secure` and `relax broker quota`: who may do what on a cluster, and how fast."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Literal
+
+DEFAULT_FOLDER = Path(".relax/security")
+
+
+def secure(
+    config: Path,
+    *overrides: str,
+    out: Path | None = None,
+    hosts: list[str] | None = None,
+    days: int = 365,
+    renew_certificates: bool = False,
+    renew_passwords: bool = False,
+    apply: bool = False,
+    dry_run: bool = False,
+    yes: bool = False,
+) -> int:
+    """Make all that secures a run: certificates, a password for every role and person, and the least rights that each needs.
+
+    Example: relax broker secure configs/quickstart.toml --out .relax/security
+
+    Args:
+        config: The run file, TOML.
+        overrides: section.key=value, laid over the run file.
+        out: The folder, one for a cluster; broker.credentials or .relax/security when not given. What is there stays.
+        hosts: Names of brokers that need a certificate, as clients use them; this machine always gets one.
+        days: How long brokers' certificates hold.
+        renew_certificates: Make brokers' certificates anew.
+        renew_passwords: Make the run's passwords anew.
+        apply: Bring the run's users and rights onto the cluster, as the folder's super user or as broker.username.
+        dry_run: Show what would change on the cluster and change nothing there.
+        yes: Don't ask.
+    """
+    from datetime import timedelta
+
+    from relax_events.config import load_run_config
+    from relax_events.control.security import Renewal, make_folder
+
+    settings = load_run_config(config, overrides)
+    folder = (out or settings.broker.credentials or DEFAULT_FOLDER).absolute()
+    renewal = Renewal(certificates=renew_certificates, passwords=renew_passwords)
+    if not dry_run:
+        for file in make_folder(settings, folder, hosts=hosts or (), lifetime=timedelta(days=days), renewal=renewal):
+            print(file)
+    if not apply:
+        print(f"made in {folder}; set broker.credentials to it, and bring it onto a cluster with --apply", file=sys.stderr)
+        return 0
+    return _apply(config, (*overrides, f"broker.credentials={folder}"), dry_run=dry_run, yes=yes)
+
+
+def _apply(config: Path, overrides: tuple[str, ...], *, dry_run: bool, yes: bool) -> int:
+    from relax_events.broker.admin import Admin
+    from relax_events.cli.output import print_table
+    from relax_events.config import load_run_config
+    from relax_events.control.address import ANSWER_SECONDS, locate
+    from relax_events.control.security import admin_connection, apply_security, plan_security
+
+    settings = locate(load_run_config(config, overrides))
+    connection = admin_connection(settings)
+    Admin(connection).ping(timeout_seconds=min(ANSWER_SECONDS, settings.broker.request_timeout_seconds))
+    changes = plan_security(settings, connection)
+    rows = [["set", user, "password of the folder", ""] for user in changes.users]
+    rows += [["delete", user, "not in the folder", ""] for user in changes.strangers]
+    for change, acls in (("allow", changes.missing), ("withdraw", changes.surplus)):
+        rows += [[change, acl.username, acl.operation, f"{acl.resource} {acl.name}{'*' if acl.pattern == 'prefixed' else ''}"] for acl in acls]
+    print_table(["change", "user", "what", "on"], rows)
+    if dry_run:
+        return 0
+    if not yes and input("apply these changes? [y/N] ").strip().lower() not in ("y", "yes"):
+        return 6
+    apply_security(settings, connection)
+    return 0
+
+
+def quota(
+    config: Path,
+    *overrides: str,
+    bytes_per_second: float | None = None,
+    lift: bool = False,
+    dry_run: bool = False,
+    yes: bool = False,
+    output: Literal["table", "json"] = "table",
+) -> int:
+    """Show or set how many bytes per second each role of a run may write, and read, so that runs share a cluster.
+
+    Example: relax broker quota configs/quickstart.toml --bytes-per-second 50e6 --dry-run
+
+    Args:
+        config: The run file, TOML.
+        overrides: section.key=value, laid over the run file.
+        bytes_per_second: For each role's user, or for each worker by its client id on a cluster without users.
+        lift: Take the quotas away.
+        dry_run: Show what would be set and set nothing.
+        yes: Don't ask.
+        output: A table to read, or JSON for programs.
+    """
+    from relax_events.broker.quotas import RATES, read_quotas, write_quotas
+    from relax_events.cli.output import print_json, print_table
+    from relax_events.config import load_run_config
+    from relax_events.control.address import locate
+    from relax_events.control.quotas import quota_connection, quota_entities
+    from relax_events.errors import ConfigError
+
+    if bytes_per_second is not None and (lift or bytes_per_second <= 0):
+        raise ConfigError(f"bytes_per_second must be above 0 and go without --lift, got {bytes_per_second:g}; --lift alone takes quotas away")
+    settings = locate(load_run_config(config, overrides))
+    connection, entities = quota_connection(settings), quota_entities(settings)
+    found = read_quotas(connection, entities)
+    is_change = lift or bytes_per_second is not None
+    wanted: dict[str, float | None] = {"wanted": None if lift else bytes_per_second} if is_change else {}
+    rows = [{entity.kind: entity.name, **{rate: found.get(entity, {}).get(rate) for rate in RATES}, **wanted} for entity in entities]
+    if output == "json":
+        print_json(rows)
+    else:
+        print_table(list(rows[0]), [["none" if value is None else value for value in row.values()] for row in rows])
+    if not is_change or dry_run:
+        return 0
+    if not yes and input("set these quotas? [y/N] ").strip().lower() not in ("y", "yes"):
+        return 6
+    write_quotas(connection, entities, bytes_per_second=bytes_per_second)
+    return 0

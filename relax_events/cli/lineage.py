@@ -1,0 +1,163 @@
+"""`relax lineage`: from weights to data, and from data to weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from cyclopts import App
+
+from relax_events.cli.looking import clock_time, excerpt, figure
+from relax_events.cli.output import print_json, print_table
+
+if TYPE_CHECKING:
+    from relax_events.control.lineage.prompt import PromptUse
+    from relax_events.control.lineage.reading import SampleLineage, Stage
+    from relax_events.control.lineage.version import VersionLineage
+
+app = App(name="lineage", help="Follow weights back to data, and data to weights.\n\nExample: relax lineage version 1 configs/quickstart.toml")
+Output = Literal["table", "json"]
+DIGEST_SIGNS = 12
+
+
+@app.command
+def version(policy_version: int, config: Path, *overrides: str, output: Output = "table") -> None:
+    """Show what made a policy version: its train step, prompt groups, samples, rewards and rows of the data.
+
+    Example: relax lineage version 1 configs/quickstart.toml
+
+    Args:
+        policy_version: The version; 0 are the initial weights.
+        config: The run file, TOML.
+        overrides: section.key=value, laid over the run file.
+        output: Text to read, or JSON for programs.
+    """
+    from relax_events.cli.looking import note_unreadable, open_run_log
+    from relax_events.control.lineage.version import version_lineage
+
+    with open_run_log(config, overrides, name="lineage") as log:
+        found = version_lineage(log, policy_version)
+        note_unreadable(log)
+    if output == "json":
+        print_json(asdict(found))
+    else:
+        _print_version(found)
+
+
+def _print_version(found: VersionLineage) -> None:
+    print(f"version {found.policy_version}, published {clock_time(found.published_at)}  {found.published_place}")
+    print(f"  weights {found.artifact}")
+    if found.train_step is None or found.committed_at is None:
+        print("  the initial weights: no train step made them")
+        return
+    print(f"  made from version {found.policy_version - 1} by train step {found.train_step}, {clock_time(found.committed_at)}  {found.step_place}")
+    counts = ", ".join(f"{count} samples {age} behind" for age, count in enumerate(found.staleness_counts) if count)
+    print(f"  {len(found.prompt_group_ids)} prompt groups, {len(found.samples)} samples: {counts}")
+    for reward in found.rewards:
+        function = f"{reward.reward_name or 'unknown reward function'} (version {reward.reward_digest[:DIGEST_SIGNS] or 'unknown'})"
+        print(f"  {reward.num_samples} scored by {function}, mean {reward.mean_reward:.3f}")
+    print()
+    rows = [
+        [sample.sample_id, sample.policy_version, _row(sample.data_row, sample.row), figure(sample.reward), figure(sample.advantage), sample.place]
+        for sample in found.samples
+    ]
+    print_table(["sample", "version", "row", "reward", "advantage", "record"], rows)
+
+
+@app.command
+def sample(sample_id: str, config: Path, *overrides: str, output: Output = "table") -> None:
+    """Follow a sample from its prompt to the policy version that learnt from it, record by record.
+
+    Example: relax lineage sample 000000-0000-0/0 configs/quickstart.toml
+
+    Args:
+        sample_id: Such as 000012-0003-0/5.
+        config: The run file, TOML.
+        overrides: section.key=value, laid over the run file.
+        output: Text to read, or JSON for programs.
+    """
+    from relax_events.cli.looking import note_unreadable, open_run_log
+    from relax_events.control.lineage.reading import sample_lineage
+
+    with open_run_log(config, overrides, name="lineage") as log:
+        found = sample_lineage(log, sample_id)
+        note_unreadable(log)
+    if output == "json":
+        print_json(asdict(found))
+    else:
+        print("\n".join(sample_lines(found)))
+
+
+def sample_lines(found: SampleLineage) -> Iterator[str]:
+    """Give a sample's way as lines."""
+    again = f", generated {found.num_generations} times" if found.num_generations > 1 else ""
+    yield f"sample {found.sample_id}{again}"
+    for stage in found.stages:
+        yield f"  {clock_time(stage.at)}  {stage.what:<11} {stage.place}"
+        yield f"{'':<34}{facts_text(stage)}"
+    if found.first_version is not None:
+        yield f"in version {found.first_version} and every later one"
+
+
+def facts_text(stage: Stage) -> str:
+    """Return what a stage says on one line; numbers and digests are cut short."""
+    return ", ".join(f"{name} {_fact(name, value)}" for name, value in stage.facts.items() if value is not None and value != "")
+
+
+def _fact(name: str, value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)[:DIGEST_SIGNS] if name == "reward_digest" else str(value)
+
+
+@app.command
+def prompt(row_or_id: str, config: Path, *overrides: str, output: Output = "table") -> None:
+    """Show when a row of the data, or a prompt group, was issued, how that ended, and which train steps learnt from it.
+
+    Example: relax lineage prompt 17 configs/quickstart.toml && relax lineage prompt 000000-0000-0 configs/quickstart.toml
+
+    Args:
+        row_or_id: A row of the data, from 0, or the id of a prompt group.
+        config: The run file, TOML.
+        overrides: section.key=value, laid over the run file.
+        output: A table to read, or JSON for programs.
+    """
+    from relax_events.cli.looking import note_unreadable, open_run_log
+    from relax_events.control.lineage.prompt import prompt_lineage
+
+    with open_run_log(config, overrides, name="lineage") as log:
+        uses = prompt_lineage(log, row_or_id)
+        note_unreadable(log)
+    if output == "json":
+        print_json([asdict(use) for use in uses])
+    else:
+        _print_uses(uses)
+
+
+def _print_uses(uses: list[PromptUse]) -> None:
+    print(excerpt(uses[0].prompt, 150))
+    print()
+    rows = [
+        [
+            use.prompt_group_id,
+            _row(use.data_row, use.row),
+            clock_time(use.issued_at),
+            use.outcome,
+            "-" if use.train_step is None else use.train_step,
+            figure(use.mean_reward),
+            use.issued_place,
+            use.ended_place or "-",
+        ]
+        for use in uses
+    ]
+    print_table(["prompt group", "row", "issued", "outcome", "step", "mean reward", "issued at", "ended at"], rows)
+    for use in uses:
+        if use.samples:
+            print()
+            lines = [[line.sample_id, line.policy_version, line.outcome, figure(line.reward), line.place] for line in use.samples]
+            print_table(["sample", "version", "outcome", "reward", "record"], lines)
+
+
+def _row(data_row: int | None, row: int) -> str:
+    """Return a row of the data; a position in the stream of prompts, marked so, where the data is not at hand."""
+    return f"#{row}" if data_row is None else str(data_row)

@@ -1,0 +1,106 @@
+"""`relax rescore`: another reward function over old samples."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from relax_events.control.samples.rescoring import RescoringProgress
+    from relax_events.control.samples.score_comparison import Comparison
+
+LINE_SECONDS = 5.0
+CHECK_FOUND = 6
+
+
+def rescore(
+    config: Path,
+    *overrides: str,
+    reward: str,
+    name: str | None = None,
+    version: str = "",
+    workers: int | None = None,
+    threshold: float = 0.5,
+    fail_below: float | None = None,
+    output: Literal["table", "json"] = "table",
+) -> int:
+    """Run another reward function over a run's samples, keep its scores on a topic of their own, and compare the two.
+
+    Example: relax rescore configs/quickstart.toml --reward exact_match --name strict
+
+    A second call goes on where the first stopped. `reward.timeout_seconds` and `reward.memory_bytes` hold here too.
+
+    Args:
+        config: The run file, TOML.
+        overrides: section.key=value, laid over the run file.
+        reward: A name of the reward hub, or path/to/file.py:function.
+        name: Of the scores, for their topic `reward.scores.NAME`; by default after the function.
+        version: Only samples of these policy versions: 3, 3..7, 3.. or ..7.
+        workers: Child processes that run the function; by default `reward.processes`.
+        threshold: Rewards from here on count as good, for the agreement.
+        fail_below: Exit with 6 when Pearson's correlation is below this, or does not exist.
+        output: A table to read, or JSON for programs.
+    """
+    from relax_events.cli.looking import note_unreadable, open_run_log
+    from relax_events.cli.output import print_json
+    from relax_events.control.samples.filter import parse_bounds
+    from relax_events.control.samples.rescoring import rescore as rescore_run
+    from relax_events.control.samples.rescoring import scores_name
+
+    versions, topic_name = parse_bounds(version, flag="--version"), name or scores_name(reward)
+    with open_run_log(config, overrides, name="rescore") as log:
+        limits = log.config.reward
+        function = limits.model_copy(update={"function": reward, "processes": workers or limits.processes})
+        result = rescore_run(log, function, name=topic_name, versions=versions, threshold=threshold, report=ProgressLines())
+        note_unreadable(log)
+        topic = log.plan.topic(log.plan.scores_entity(topic_name))
+    if output == "json":
+        print_json({"topic": topic, **asdict(result)})
+    else:
+        print_comparison(result, topic=topic)
+    return CHECK_FOUND if fail_below is not None and (result.pearson is None or result.pearson < fail_below) else 0
+
+
+class ProgressLines:
+    """Writes a line to stderr now and then."""
+
+    def __init__(self) -> None:
+        self._shown_at = time.monotonic()
+
+    def __call__(self, progress: RescoringProgress) -> None:
+        """Write a line if the last one is some seconds old, or all is done."""
+        is_done = progress.num_partitions_done == progress.num_partitions
+        if is_done or time.monotonic() - self._shown_at >= LINE_SECONDS:
+            self._shown_at = time.monotonic()
+            counts = f"{progress.num_scored} samples scored, {progress.num_failed} of them failed, {progress.num_scored_before} were scored before"
+            print(f"{counts}; partition {progress.num_partitions_done} of {progress.num_partitions}", file=sys.stderr)
+
+
+def print_comparison(result: Comparison, *, topic: str) -> None:
+    """Print what came out."""
+    from relax_events.cli.looking import excerpt, figure
+    from relax_events.cli.output import print_pairs, print_table
+
+    print_pairs(
+        {
+            "topic": topic,
+            "samples": f"{result.num_samples}, {result.num_compared} of them compared",
+            "failed": f"{figure(result.original_failed_ratio)} of the original, {figure(result.new_failed_ratio)} of the new",
+            "mean reward": f"{figure(result.original_mean)} original, {figure(result.new_mean)} new",
+            "mean absolute difference": figure(result.mean_absolute_difference),
+            "correlation": f"{figure(result.pearson)} Pearson, {figure(result.spearman)} Spearman",
+            "agreement": f"{figure(result.agreement_ratio)} on which side of {result.threshold:g}",
+            "prompt groups": f"{result.num_prompt_groups}, {result.num_reranked} of them ranked otherwise",
+            "became informative": result.num_became_informative,
+            "became uninformative": result.num_became_uninformative,
+        }
+    )
+    if result.extremes:
+        print("\nwhere they differ most")
+        rows = [
+            [pair.sample_id, pair.policy_version, figure(pair.original), figure(pair.new), excerpt(pair.completion, 80)] for pair in result.extremes
+        ]
+        print_table(["sample", "version", "original", "new", "completion"], rows)

@@ -1,0 +1,268 @@
+"""`relax runs`: the runs of a cluster, read back from their logs."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import App, Parameter
+
+if TYPE_CHECKING:
+    from relax_events.broker.connection import Connection
+    from relax_events.control.cluster import Cluster
+    from relax_events.control.runs.deletion import Deletion
+    from relax_events.control.runs.forking import SourceChoice
+    from relax_events.control.runs.reading import RunSummary
+
+app = App(name="runs", help="Look back at the runs of a cluster, and train from them.\n\nExample: relax runs list")
+Output = Literal["table", "json"]
+Config = Annotated[Path | None, Parameter(help="A run file whose broker is meant.")]
+Servers = Annotated[str, Parameter(help="The cluster that is meant, as host:port,host:port.")]
+Directory = Annotated[Path, Parameter(help="Where runs and the embedded broker keep their files.")]
+HOME = Path(".relax")
+
+
+def _cluster(config: Path | None, bootstrap_servers: str, directory: Path) -> Cluster:
+    from relax_events.control.cluster import Cluster
+
+    return Cluster.named(config=config, bootstrap_servers=bootstrap_servers, directory=directory)
+
+
+def _connection(config: Path | None, bootstrap_servers: str, directory: Path) -> Connection:
+    return _cluster(config, bootstrap_servers, directory).connection(name="runs")
+
+
+@app.command(name="list")
+def list_runs(*, config: Config = None, bootstrap_servers: Servers = "", directory: Directory = HOME, output: Output = "table") -> None:
+    """Show the runs of a cluster: how far they came, whether they still go on, what they started from.
+
+    Example: relax runs list --bootstrap-servers 127.0.0.1:9092
+
+    Args:
+        config: A run file whose broker is meant.
+        bootstrap_servers: The cluster that is meant, as host:port,host:port.
+        directory: Where the embedded broker is, unless one of the other two says where to look.
+        output: A table to read, or JSON for programs.
+    """
+    from relax_events.cli.output import print_json, print_table
+    from relax_events.control.runs.reading import read_runs
+
+    rows = [_row(run) for _, run in sorted(read_runs(_connection(config, bootstrap_servers, directory)).items())]
+    if output == "json":
+        print_json(rows)
+        return
+    for row in rows:
+        row["reward"] = "-" if row["reward"] is None else f"{row['reward']:.3f}"
+    columns = ["run", "state", "steps", "version", "reward", "started", "records", "source"]
+    print_table(columns, [[row[column] for column in columns] for row in rows])
+
+
+def _row(run: RunSummary) -> dict[str, Any]:
+    return {
+        "run": run.run_id,
+        "state": run.standing,
+        "steps": run.num_steps,
+        "version": run.policy_version,
+        "reward": run.state.reward,
+        "started": _time(run.started_at),
+        "records": run.num_records,
+        "source": run.source,
+    }
+
+
+def _time(micros: int) -> str:
+    return datetime.fromtimestamp(micros / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S") if micros else ""
+
+
+@app.command
+def show(
+    run_id: str, *, config: Config = None, bootstrap_servers: Servers = "", directory: Directory = HOME, output: Output = "table"
+) -> None:
+    """Show what a run's log says: settings, outcomes, figures by step, and the versions from which it can be trained again.
+
+    Example: relax runs show quickstart
+
+    Args:
+        run_id: The run.
+        config: A run file whose broker is meant.
+        bootstrap_servers: The cluster that is meant, as host:port,host:port.
+        directory: Where the embedded broker is, unless one of the other two says where to look.
+        output: A table to read, or JSON for programs.
+    """
+    from relax_events.cli.output import print_json, print_pairs, print_table
+    from relax_events.control.runs.details import details_tree, read_details
+    from relax_events.control.runs.reading import read_run
+
+    connection = _connection(config, bootstrap_servers, directory)
+    tree = details_tree(read_details(connection, read_run(connection, run_id)))
+    if output == "json":
+        print_json(tree)
+        return
+    steps = tree.pop("steps")
+    tree["run"] |= {"started_at": _time(tree["run"]["started_at"])}
+    print_pairs({part: {name: _joined(value) for name, value in values.items()} for part, values in tree.items()})
+    if steps:
+        columns = list(steps[-1])
+        print_table(columns, [[_figure(step.get(name)) for name in columns] for step in steps])
+
+
+def _joined(value: Any) -> Any:
+    return (", ".join(map(str, value)) or "-") if isinstance(value, list) else value
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+@app.command
+def delete(
+    run_id: str,
+    *,
+    config: Config = None,
+    bootstrap_servers: Servers = "",
+    directory: Directory = HOME,
+    force: bool = False,
+    dry_run: bool = False,
+    yes: bool = False,
+    output: Output = "table",
+) -> int:
+    """Delete a run's topics, groups and objects, and nothing else; logs and reports in its directory stay.
+
+    Example: relax runs delete quickstart --dry-run
+
+    Args:
+        run_id: The run.
+        config: A run file whose broker is meant.
+        bootstrap_servers: The cluster that is meant, as host:port,host:port.
+        directory: Where the embedded broker is, unless one of the other two says where to look.
+        force: Also a run whose workers beat, or whose rollouts another run replays.
+        dry_run: Show what would go and delete nothing.
+        yes: Don't ask.
+        output: A table to read, or JSON for programs.
+    """
+    from relax_events.control.runs.deletion import delete_run, plan_deletion, refuse_deletion
+    from relax_events.control.runs.reading import read_run, read_runs
+
+    cluster = _cluster(config, bootstrap_servers, directory)
+    connection = cluster.connection(name="runs")
+    deletion = plan_deletion(connection, run_id, run_file=cluster.run_file)
+    _show_deletion(deletion, output)
+    if not force:
+        refuse_deletion(read_run(connection, run_id), read_runs(connection, with_progress=False).values())
+    if dry_run:
+        return 0
+    if not yes and input(f"delete all this of run {run_id}? [y/N] ").strip().lower() not in ("y", "yes"):
+        return 6
+    delete_run(connection, deletion)
+    return 0
+
+
+def _show_deletion(deletion: Deletion, output: Output) -> None:
+    import sys
+
+    from relax_events.cli.output import print_json, print_table
+
+    rows = [
+        *(["topic", name, f"{count} partitions"] for name, count in deletion.topics.items()),
+        *(["group", name, ""] for name in deletion.groups),
+        *([["objects", deletion.store_uri, f"{len(deletion.objects)} objects"]] if deletion.objects else []),
+    ]
+    if output == "json":
+        print_json([dict(zip(("kind", "name", "detail"), row, strict=True)) for row in rows])
+    else:
+        print_table(["kind", "name", "detail"], rows)
+    if deletion.note:
+        print(f"note: {deletion.note}", file=sys.stderr)
+
+
+@app.command
+def replay(
+    source: str,
+    new: str,
+    *overrides: str,
+    from_version: int = -1,
+    until_version: int = -1,
+    follow: bool = False,
+    scores: str = "",
+    verify: bool = False,
+    config: Config = None,
+    bootstrap_servers: Servers = "",
+    directory: Directory = HOME,
+) -> int:
+    """Train again on the rollouts that a run's log holds, as they were or with other settings; nothing is generated.
+
+    Example: relax runs replay quickstart quickstart-gspo algorithm.name=gspo algorithm.aggregation=sample_mean
+
+    Args:
+        source: The run whose rollouts and weights are taken.
+        new: Id of the run that is made; the same command takes it up again.
+        overrides: section.key=value, laid over the source's settings.
+        from_version: The source's version to start from; -1 is its first.
+        until_version: The version to end at; -1 is the end of the source's log.
+        follow: Go on as the source goes on, and end after it: a second learner.
+        scores: Rewards of a rescoring, by its name, in place of the recorded ones.
+        verify: Compare every step with the recorded one, bit for bit; exit code 6 when one differs.
+        config: A run file whose broker is meant.
+        bootstrap_servers: The cluster that is meant, as host:port,host:port.
+        directory: Where runs are kept, and the embedded broker unless one of the other two says where to look.
+    """
+    from relax_events.control.runs.forking import SourceChoice
+
+    choice = SourceChoice(source, "recorded", from_version=from_version, until_version=until_version, follow=follow, scores=scores)
+    return _train(_cluster(config, bootstrap_servers, directory), new, choice, overrides, verify=verify)
+
+
+@app.command
+def fork(
+    source: str,
+    new: str,
+    *overrides: str,
+    at_version: int = -1,
+    from_log: bool = False,
+    config: Config = None,
+    bootstrap_servers: Servers = "",
+    directory: Directory = HOME,
+) -> int:
+    """Start a run of its own from another's weights, at the same place of the data, with other settings.
+
+    Example: relax runs fork quickstart quickstart-longer --at-version 30 trainer.learning_rate=1e-3
+
+    Args:
+        source: The run whose weights are taken.
+        new: Id of the run that is made; the same command takes it up again.
+        overrides: section.key=value, laid over the source's settings.
+        at_version: The source's version to start from; -1 is its newest.
+        from_log: Train the recorded rollouts up to that version with the new settings instead: a replay, to be forked in turn.
+        config: A run file whose broker is meant.
+        bootstrap_servers: The cluster that is meant, as host:port,host:port.
+        directory: Where runs are kept, and the embedded broker unless one of the other two says where to look.
+    """
+    from relax_events.control.runs.forking import SourceChoice
+
+    live, recorded = SourceChoice(source, "live", from_version=at_version), SourceChoice(source, "recorded", until_version=at_version)
+    return _train(_cluster(config, bootstrap_servers, directory), new, recorded if from_log else live, overrides, verify=False)
+
+
+def _train(cluster: Cluster, new: str, choice: SourceChoice, overrides: tuple[str, ...], *, verify: bool) -> int:
+    from relax_events.control.preparation import prepare_run
+    from relax_events.control.run import RunSession
+    from relax_events.control.runs.forking import make_run_file, refuse_unverifiable
+    from relax_events.control.runs.verification import verify_replay
+    from relax_events.pipeline.source_run import SourceRun
+
+    with cluster.running():
+        connection = cluster.connection(name="runs")
+        settings = make_run_file(cluster, connection, new, choice, overrides)
+        if verify:
+            refuse_unverifiable(SourceRun.read(connection, choice.run), settings)
+        prepare_run(settings)
+        report = RunSession(settings).run()
+        rewards = f"reward {report['reward_first']:.3f} -> {report['reward_last']:.3f}"
+        print(f"{rewards} in {report['steps']} steps, {report['wall_seconds']:.0f} s; report: {settings.run_directory / 'report.html'}")
+        if not verify:
+            return 0
+        found = verify_replay(connection, choice.run, new)
+        same = f"{found.num_steps} steps are those of {choice.run}, bit for bit"
+        print(f"differs from {choice.run}: {found.difference}" if found.difference else same)
+        return 6 if found.difference else 0

@@ -1,0 +1,128 @@
+"""Samples as text."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Literal
+
+from relax_events.cli.looking import clock_time, excerpt, figure
+from relax_events.cli.output import print_table
+
+if TYPE_CHECKING:
+    from relax_events.control.samples.detail import SampleDetail, TokenRow
+    from relax_events.control.samples.view import SampleLine
+    from relax_events.events.types import ContentPart, SampleScored
+
+HEAD = f"{'sample':<17} {'version':>7}  {'outcome':<13} {'reward':>7} {'tokens':>6}  {'end':<6}  completion"
+FIXED_WIDTH = len(HEAD) - len("completion")
+TOKEN_COLUMNS = ["place", "token", "text", "trained", "rollout", "actor", "reference", "advantage"]
+
+
+def print_line(line: SampleLine, output: Literal["table", "json"], *, with_head: bool) -> None:
+    """Print a sample of a list, for people or as a JSON object on a line."""
+    if output == "json":
+        import orjson
+
+        print(orjson.dumps(line).decode(), flush=True)
+        return
+    if with_head:
+        print(HEAD)
+    print(line_text(line, width=shutil.get_terminal_size((150, 24)).columns), flush=True)
+
+
+def line_text(line: SampleLine, *, width: int) -> str:
+    """Return a sample on one line; `trained +1` was trained one version behind, `open +1` is one behind the newest version now."""
+    standing = f"{line.outcome} {line.staleness:+d}" if line.outcome in ("trained", "open") else line.outcome
+    completion = excerpt(line.completion, max(width - FIXED_WIDTH, 20))
+    numbers = f"{line.policy_version:>7}  {standing:<13} {figure(line.reward):>7} {line.num_completion_tokens:>6}"
+    return f"{line.sample_id:<17} {numbers}  {line.finish_reason:<6}  {completion}"
+
+
+def print_sample(detail: SampleDetail) -> None:
+    """Print a sample as a conversation, with what became of it."""
+    print("\n".join(sample_text(detail)))
+    if detail.tokens:
+        print()
+        print_table(TOKEN_COLUMNS, [token_cells(place, row) for place, row in enumerate(detail.tokens)])
+
+
+def sample_text(detail: SampleDetail) -> Iterator[str]:
+    """Give the lines of a sample."""
+    sample, view = detail.view.sample, detail.view
+    yield f"sample {sample.sample_id} at {view.place}, generated {clock_time(sample.rolled_out_at)} by {sample.worker_id}"
+    for message in sample.messages:
+        yield from indented(message.role, "".join(part_text(part) for part in message.parts))
+    yield from indented("completion", sample.completion)
+    yield from indented("answer", sample.answer)
+    yield ""
+    yield f"reward      {score_text(view.score)}"
+    for name, score in detail.other_scores.items():
+        yield f"  {name:<9} {score_text(score)}"
+    yield f"outcome     {outcome_text(detail)}"
+    segments = ", ".join(f"{segment.num_tokens} tokens of version {segment.policy_version}" for segment in sample.version_segments)
+    yield f"versions    {segments}; owned by version {sample.policy_version}"
+    yield f"tokens      {sample.num_prompt_tokens} prompt, {view.num_completion_tokens} completion, ended by {sample.finish_reason.value}"
+    yield f"issued      for step {sample.train_step}, place {sample.group_index}, attempt {sample.attempt}; row {sample.row} of the prompt stream"
+    if detail.num_generations > 1:
+        yield f"generated   {detail.num_generations} times"
+
+
+def score_text(score: SampleScored | None) -> str:
+    """Say what a reward function gave."""
+    if score is None:
+        return "not scored"
+    origin = f"by {score.reward_name} (version {score.reward_digest[:12] or 'unknown'}) in {score.seconds:.3f} s"
+    if score.reward is None:
+        return f"failed {origin}: {score.error}"
+    parts = ", ".join(f"{name} {value:g}" for name, value in score.components.items())
+    return f"{score.reward:g}{f' ({parts})' if parts else ''} {origin}"
+
+
+def outcome_text(detail: SampleDetail) -> str:
+    """Say what became of a sample."""
+    view, ended = detail.view, detail.view.ended
+    if view.train_step is not None:
+        behind = f"{view.staleness(detail.newest_version)} versions behind"
+        return f"trained in step {view.train_step}, {behind}; in version {view.train_step + 1} and later"
+    return f"{view.outcome}{f': {ended.reason}' if ended is not None and ended.reason else ''}"
+
+
+def part_text(part: ContentPart) -> str:
+    """Return a piece of a message; media as their type and address."""
+    return part.text or "" if part.media is None else f"[{part.media.media_type}, {part.media.num_bytes} bytes: {part.media.uri}]"
+
+
+def indented(name: str, text: str) -> Iterator[str]:
+    """Give a named text, its lines indented; what a terminal would obey is written out."""
+    shown = "".join(sign if sign.isprintable() or sign == "\n" else repr(sign)[1:-1] for sign in text)
+    yield f"{name}:"
+    yield textwrap.indent(shown, "    ") if shown else "    (empty)"
+
+
+def token_cells(place: int, row: TokenRow) -> list[Any]:
+    """Return a token as cells of a table."""
+    numbers = (figure(value if row.is_trained else None, 4) for value in (row.rollout_logprob, row.actor_logprob, row.ref_logprob, row.advantage))
+    return [place, row.token, excerpt(row.text, 24) if row.text.strip() else repr(row.text), "yes" if row.is_trained else "", *numbers]
+
+
+def sample_document(detail: SampleDetail) -> dict[str, Any]:
+    """Return a sample for programs."""
+    sample, view, ready = detail.view.sample, detail.view, detail.ready
+    return {
+        **asdict(view.line(detail.newest_version)),
+        "messages": [{"role": message.role, "content": "".join(part_text(part) for part in message.parts)} for message in sample.messages],
+        "answer": sample.answer,
+        "metadata": sample.metadata,
+        "row": sample.row,
+        "score": asdict(view.score) if view.score else None,
+        "other_scores": {name: asdict(score) for name, score in detail.other_scores.items()},
+        "ended": asdict(view.ended) if view.ended else None,
+        "versions": [asdict(segment) for segment in sample.version_segments],
+        "num_prompt_tokens": sample.num_prompt_tokens,
+        "num_generations": detail.num_generations,
+        "ready_at": ready.place if ready else None,
+        "tokens": [asdict(row) for row in detail.tokens],
+    }

@@ -1,0 +1,137 @@
+"""`relax samples`: what the model wrote, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from relax_events.cli.sample_flags import Which
+
+if TYPE_CHECKING:
+    from relax_events.control.run_log import RunLog
+    from relax_events.control.samples.view import SampleLine
+
+app = App(name="samples", help="Look at the samples of a run.\n\nExample: relax samples tail configs/quickstart.toml --last 5 --no-follow")
+Output = Literal["table", "json"]
+EVERYTHING = Which()
+
+
+@app.command
+def tail(
+    config: Path,
+    *overrides: str,
+    which: Annotated[Which, Parameter(name="*")] = EVERYTHING,
+    from_: Annotated[Literal["beginning", "end"], Parameter(name="--from")] = "end",
+    last: int = 0,
+    limit: int | None = None,
+    follow: bool | None = None,
+    output: Output = "table",
+) -> None:
+    """Show samples as they are generated and scored, one line each; Ctrl-C ends it.
+
+    Example: relax samples tail configs/quickstart.toml --from beginning --reward 0.9.. --limit 20
+
+    Args:
+        config: The run file, TOML.
+        overrides: section.key=value, laid over the run file.
+        which: Which samples.
+        from_: Start with the oldest sample, or with those that are generated from now on.
+        last: Start with so many of the newest samples that are there.
+        limit: End after so many samples.
+        follow: Go on with what comes; by default unless the flags name a version, step, prompt group or sample of the past.
+        output: A line to read, or a JSON object a line for programs.
+    """
+    from relax_events.cli.looking import note_unreadable, open_run_log, reader_may_leave
+    from relax_events.cli.sample_rendering import print_line
+
+    goes_on = not which.has_end if follow is None else follow
+    from_beginning = from_ == "beginning" or (not goes_on and not last)
+    with open_run_log(config, overrides, name="samples") as log, reader_may_leave():
+        for number, line in enumerate(islice(_lines(log, which, from_beginning=from_beginning, last=last, follow=goes_on), limit)):
+            print_line(line, output, with_head=number == 0)
+        note_unreadable(log)
+
+
+def _lines(log: RunLog, which: Which, *, from_beginning: bool, last: int, follow: bool) -> Iterator[SampleLine]:
+    from relax_events.control.samples.reading import history_lines, last_lines
+    from relax_events.control.samples.tail import follow_samples, live_starts
+
+    wanted, starts = which.as_filter(), live_starts(log)
+    if from_beginning:
+        yield from history_lines(log, wanted)
+    elif last:
+        yield from last_lines(log, wanted, count=last)
+    if follow:
+        yield from follow_samples(log, wanted, starts)
+
+
+@app.command
+def show(sample_id: str, config: Path, *overrides: str, tokens: bool = False, output: Output = "table") -> None:
+    """Show a sample: the conversation, its reward, what became of it, and its tokens if asked for.
+
+    Example: relax samples show 000000-0000-0/0 configs/quickstart.toml --tokens
+
+    Args:
+        sample_id: Such as 000012-0003-0/5.
+        config: The run file, TOML.
+        overrides: section.key=value, laid over the run file.
+        tokens: Add a table of all tokens with their log-probabilities, advantages and loss mask.
+        output: Text to read, or JSON for programs.
+    """
+    from relax_events.cli.looking import note_unreadable, open_run_log
+    from relax_events.cli.output import print_json
+    from relax_events.cli.sample_rendering import print_sample, sample_document
+    from relax_events.control.samples.detail import read_detail
+
+    with open_run_log(config, overrides, name="samples") as log:
+        detail = read_detail(log, sample_id, with_tokens=tokens)
+        note_unreadable(log)
+    if output == "json":
+        print_json(sample_document(detail))
+    else:
+        print_sample(detail)
+
+
+@app.command
+def export(
+    config: Path,
+    *overrides: str,
+    to: Path | None = None,
+    which: Annotated[Which, Parameter(name="*")] = EVERYTHING,
+    tokens: bool = False,
+    media: Path | None = None,
+    last: int = 0,
+    limit: int | None = None,
+) -> None:
+    """Write samples into a .jsonl or .parquet file, with their media beside it.
+
+    Example: relax samples export configs/quickstart.toml --to samples.jsonl --reward 0.9..
+
+    Args:
+        config: The run file, TOML.
+        overrides: section.key=value, laid over the run file.
+        to: The file; without it JSON lines go to stdout.
+        which: Which samples.
+        tokens: Add token ids, loss mask and rollout log-probabilities.
+        media: Folder for images, sounds and clips; by default `<file>-media` beside the file.
+        last: Write only so many of the newest samples.
+        limit: End after so many samples.
+    """
+    from relax_events.cli.looking import note_unreadable, open_run_log, reader_may_leave
+    from relax_events.control.samples.export import Export
+    from relax_events.control.samples.reading import last_samples, read_samples
+
+    wanted = which.as_filter()
+    with open_run_log(config, overrides, name="samples") as log:
+        views = last_samples(log, wanted, count=last) if last else read_samples(log, wanted)
+        with reader_may_leave() if to is None else nullcontext(), Export(log, to, media=media, tokens=tokens) as exported:
+            for view in islice(views, limit):
+                exported.add(view)
+        note_unreadable(log)
+    if to is not None:
+        print(f"wrote {exported.num_rows} samples to {to}, with {exported.num_media} media files")

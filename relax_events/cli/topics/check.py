@@ -1,0 +1,25 @@
+"""`relax topics check`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from relax_events.cli.topics.opening import Output, open_run, show
+
+
+def check(config: Path, *overrides: str, output: Output = "table") -> int:
+    """Look whether topics, partitions, groups and transactions are in order; exit code 6 when something is not.
+
+    Example: relax topics check configs/quickstart.toml
+
+    Args:
+        config: The run file, TOML.
+        overrides: section.key=value, laid over the run file.
+        output: A table to read, or JSON for programs.
+    """
+    from relax_events.control.topics.check import check_topics
+
+    findings = check_topics(*open_run(config, overrides))
+    rows = [["note" if item.is_note else "ok" if item.is_good else "NO", item.what, item.text, item.remedy] for item in findings]
+    show(["", "what", "finding", "remedy"] if output == "table" else ["verdict", "what", "finding", "remedy"], rows, output)
+    return 0 if all(item.is_good for item in findings) else 6

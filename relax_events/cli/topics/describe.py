@@ -1,0 +1,36 @@
+"""`relax topics describe`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from relax_events.cli.topics.opening import Output, open_run, show
+
+
+def describe(config: Path, *overrides: str, output: Output = "table") -> None:
+    """Show the run's topics: partitions, offsets, replicas, what they are for.
+
+    Example: relax topics describe configs/quickstart.toml
+
+    The numbers of records count the transactions' own marks, which no reader sees.
+
+    Args:
+        config: The run file, TOML.
+        overrides: section.key=value, laid over the run file.
+        output: A table to read, or JSON for programs.
+    """
+    from relax_events.topics import TopicPlan
+
+    settings, admin = open_run(config, overrides)
+    topics = TopicPlan.of(settings)
+    docs = {spec.name: spec.doc for spec in topics.specs()}
+    found = admin.topics(topics.topic(""))
+    places = [(state.name, partition) for state in found.values() for partition in range(state.num_partitions)]
+    begins, ends = admin.begin_offsets(places), admin.end_offsets(places)
+    rows = []
+    for name, state in sorted(found.items()):
+        mine = [place for place in places if place[0] == name]
+        gone = sum(begins[place] for place in mine)
+        kept = sum(ends[place] - begins[place] for place in mine)
+        rows.append([name, state.num_partitions, state.replication_factor, kept, gone, docs.get(name, "not in the plan")])
+    show(["topic", "partitions", "replicas", "records", "purged", "what"], rows, output)

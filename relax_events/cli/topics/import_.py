@@ -1,0 +1,60 @@
+"""`relax topics import`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from relax_events.cli.topics.opening import Output, open_run, show
+
+
+def import_run(
+    folder: Path,
+    config: Path,
+    *overrides: str,
+    run_id: str = "",
+    verify: bool = False,
+    dry_run: bool = False,
+    yes: bool = False,
+    output: Output = "table",
+) -> int:
+    """Make a run out of exported files: every record byte for byte at its offset, and the groups' positions.
+
+    Example: relax topics import exported/quickstart configs/quickstart.toml --run-id quickstart-copy
+
+    With `--verify`, records that are there already are compared and missing ones are written first.
+
+    Args:
+        folder: What `relax topics export` wrote.
+        config: The run file, TOML: broker, object store, and the shape of the topics.
+        overrides: section.key=value, laid over the run file.
+        run_id: The id of the new run; that of the run file when not given.
+        verify: Read everything back and compare; exit code 6 when something differs.
+        dry_run: Show what would be written and write nothing.
+        yes: Don't ask.
+        output: A table to read, or JSON for programs.
+    """
+    from relax_events.cli.consent import agreed
+    from relax_events.control.transfer.importing import import_run, plan_import, verify_import
+    from relax_events.control.transfer.manifest import Manifest, check_files
+
+    settings, admin = open_run(config, (*overrides, *([f"run.id={run_id}"] if run_id else [])))
+    manifest = Manifest.load(folder)
+    check_files(folder, manifest)
+    plan = plan_import(settings, admin, manifest)
+    rows = [[i.entity, i.partition, i.num_records, i.num_bytes, i.end] for i in plan.partitions]
+    show(["topic", "partition", "records", "bytes", "end"], rows, output)
+    if plan.num_present:
+        print(f"{plan.num_present} partition(s) are there already", file=sys.stderr)
+    if dry_run:
+        return 0
+    if plan.partitions:
+        if not agreed(f"write {plan.num_records} records as run {settings.run.id}?", yes=yes):
+            return 6
+        import_run(settings, admin, folder, manifest, plan, report=lambda line: print(line, file=sys.stderr))
+    if verify:
+        verify_import(settings, manifest)
+        print("every partition is as exported", file=sys.stderr)
+    if manifest.objects:
+        print(f'for references to objects, put into the run file: [objects] moved_from = ["{manifest.objects_uri}"]', file=sys.stderr)
+    return 0

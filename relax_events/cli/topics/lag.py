@@ -1,0 +1,64 @@
+"""`relax topics lag`."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from relax_events.cli.topics.opening import Output, open_run, show
+
+if TYPE_CHECKING:
+    from relax_events.broker.admin import Admin
+    from relax_events.config import RunConfig
+
+CLEAR = "\x1b[H\x1b[2J"
+
+
+def lag(
+    config: Path, *overrides: str, by: Literal["slot", "member"] = "slot", watch: bool = False, every: float = 2.0, output: Output = "table"
+) -> None:
+    """Show records behind by role, and by the slot with the version that owns it or by the member that holds them.
+
+    Example: relax topics lag configs/quickstart.toml --by member
+
+    `stale` records belong to a version before the slot's owner; `oldest_seconds` is how long ago the oldest unread one was written.
+
+    Args:
+        config: The run file, TOML.
+        overrides: section.key=value, laid over the run file.
+        by: What to sum up by.
+        watch: Show it again and again, until Control-C.
+        every: Seconds between two looks.
+        output: A table to read, or JSON for programs.
+    """
+    settings, admin = open_run(config, overrides)
+    if not watch:
+        _look(settings, admin, by, output)
+        return
+    with suppress(KeyboardInterrupt):
+        while True:
+            if output == "table":
+                print(CLEAR, end="")
+            _look(settings, admin, by, output)
+            time.sleep(every)
+
+
+def _look(settings: RunConfig, admin: Admin, by: str, output: Output) -> None:
+    from relax_events.control.topics.lag import lag_by_member, lag_by_slot, read_lag
+    from relax_events.control.topics.role_inputs import role_inputs
+    from relax_events.topics import TopicPlan
+
+    rows, now_ms = read_lag(settings, admin), int(time.time() * 1000)
+    if by == "slot":
+        columns = ["role", "slot", "policy_version", "lag", "stale", "oldest_seconds"]
+        slots = lag_by_slot(rows, now_ms=now_ms)
+        show(columns, [[row.role, row.slot, row.policy_version, row.num_records, row.num_stale, row.age_seconds] for row in slots], output)
+        return
+    plan = TopicPlan.of(settings)
+    groups = admin.groups(plan.consumer_group(""))
+    by_role = {role: groups[plan.consumer_group(role)] for role in role_inputs(settings) if plan.consumer_group(role) in groups}
+    columns = ["role", "member", "host", "lag", "stale", "oldest_seconds", "partitions"]
+    members = lag_by_member(rows, by_role, now_ms=now_ms)
+    show(columns, [[row.role, row.member, row.host, row.num_records, row.num_stale, row.age_seconds, row.partitions] for row in members], output)

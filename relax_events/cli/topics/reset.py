@@ -1,0 +1,61 @@
+"""`relax topics reset`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from relax_events.cli.topics.opening import Output, open_run, show
+
+
+def reset(
+    config: Path,
+    *overrides: str,
+    role: str,
+    to_version: int | None = None,
+    to_time: str = "",
+    to_offset: tuple[str, ...] = (),
+    to_beginning: bool = False,
+    to_end: bool = False,
+    allow: tuple[Literal["trainer", "skip"], ...] = (),
+    dry_run: bool = False,
+    yes: bool = False,
+    output: Output = "table",
+) -> int:
+    """Move what a role reads next: to a policy version, a time, named offsets, the beginning or the end.
+
+    Example: relax topics reset configs/quickstart.toml --role reward --to-version 5 --dry-run
+
+    The role must be stopped. Records that are read again are harmless: their ids are known.
+
+    Args:
+        config: The run file, TOML.
+        overrides: section.key=value, laid over the run file.
+        role: For example reward, reference, actor-forward, advantage.
+        to_version: Read this policy version and what came after it.
+        to_time: Read what was written since then, ISO 8601.
+        to_offset: topic[partition]@offset, once for each partition.
+        to_beginning: Read everything again.
+        to_end: Pass over everything.
+        allow: A danger that is agreed to: `skip` unread records, or touch the `trainer`.
+        dry_run: Show the moves and make none.
+        yes: Don't ask.
+        output: A table to read, or JSON for programs.
+    """
+    from relax_events.cli.consent import agreed
+    from relax_events.control.topics.reset import ResetTarget, apply_reset, plan_reset, refuse_reset, time_of
+
+    settings, admin = open_run(config, overrides)
+    time_ms = time_of(to_time) if to_time else None
+    target = ResetTarget(version=to_version, time_ms=time_ms, offsets=to_offset, to_beginning=to_beginning, to_end=to_end)
+    plan = plan_reset(settings, admin, role, target)
+    columns = ["topic", "partition", "before", "after", "read_again", "passed_over"]
+    rows = [[*move.place, move.before, move.after, max(-move.num_skipped, 0), max(move.num_skipped, 0)] for move in plan.moves]
+    show(columns, rows, output)
+    if dry_run or not plan.moves:
+        return 0
+    refuse_reset(admin, plan, allow=allow)
+    if not agreed(f"move {len(rows)} offset(s) of {plan.consumer_group}?", yes=yes):
+        return 6
+    apply_reset(admin, plan, allow=allow)
+    return 0

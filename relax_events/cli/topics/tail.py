@@ -1,0 +1,84 @@
+"""`relax topics tail`."""
+
+from __future__ import annotations
+
+import base64
+from contextlib import suppress
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from relax_events.cli.topics.opening import Output, open_run
+
+if TYPE_CHECKING:
+    from relax_events.control.topics.tail import TailedRecord
+
+LINE_CHARACTERS = 400
+
+
+def tail(
+    entity: str,
+    config: Path,
+    *overrides: str,
+    from_: Annotated[str, Parameter(name="--from")] = "end",
+    partition: int | None = None,
+    limit: int | None = None,
+    follow: bool = True,
+    headers: bool = False,
+    raw: Literal["", "hex", "base64"] = "",
+    output: Output = "table",
+) -> None:
+    """Show a topic's records as they come, decoded, one line each; Control-C ends it.
+
+    Example: relax topics tail rollout.samples configs/quickstart.toml --from beginning --limit 5
+
+    Args:
+        entity: The topic without its run, for example rollout.samples or control.train-steps.
+        config: The run file, TOML.
+        overrides: section.key=value, laid over the run file.
+        from_: Where to begin: beginning, end, an offset, version:V or a time like 2026-01-31T12:00:00Z.
+        partition: Only this one.
+        limit: End after so many records.
+        follow: Wait for what comes; `--no-follow` ends at the log's end.
+        headers: Show the headers too.
+        raw: Show the value's bytes in this form instead of the event.
+        output: A line to read, or a JSON object a line for programs.
+    """
+    from relax_events.control.run_log import RunLog
+    from relax_events.control.topics import tail as topic_tail
+
+    settings, admin = open_run(config, overrides)
+    places = topic_tail.tail_places(settings, admin, entity, partition=partition)
+    with RunLog(settings, name="tail") as log, suppress(KeyboardInterrupt, BrokenPipeError):
+        starts = topic_tail.tail_starts(log, admin, places, from_)
+        stops = None if follow else admin.end_offsets(places)
+        for item in islice(topic_tail.tail(log, starts, stops=stops), limit):
+            print(_json(item, headers, raw) if output == "json" else _line(item, headers, raw), flush=True)
+
+
+def _content(item: TailedRecord, raw: str) -> Any:
+    if raw:
+        return item.record.value.hex() if raw == "hex" else base64.b64encode(item.record.value).decode()
+    return item.error or item.fields
+
+
+def _json(item: TailedRecord, headers: bool, raw: str) -> str:
+    import orjson
+
+    record = item.record
+    place = {"topic": record.topic, "partition": record.partition, "offset": record.offset, "timestamp_ms": record.timestamp_ms}
+    shown = place | {"key": record.key, "event": item.event, "error" if item.error and not raw else "raw" if raw else "fields": _content(item, raw)}
+    return orjson.dumps(shown | ({"headers": dict(record.headers)} if headers else {})).decode()
+
+
+def _line(item: TailedRecord, headers: bool, raw: str) -> str:
+    record = item.record
+    written = datetime.fromtimestamp(record.timestamp_ms / 1000, UTC).isoformat(timespec="milliseconds").removesuffix("+00:00")
+    content = _content(item, raw)
+    text = content if isinstance(content, str) else " ".join(f"{name}={value}" for name, value in content.items())
+    shown = text if raw or len(text) <= LINE_CHARACTERS else f"{text[: LINE_CHARACTERS - 3]}..."
+    extra = "".join(f" [{name}: {value}]" for name, value in record.headers.items()) if headers else ""
+    return f"{written} {record.place} {record.key or '-'} {item.event}{extra} {shown}".replace("\n", "\\n")

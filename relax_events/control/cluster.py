@@ -1,0 +1,75 @@
+"""Which broker a command means that looks at many runs: that of a run file, a cluster by address, or the embedded one of a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from relax_events.broker.admin import Admin
+from relax_events.broker.connection import Connection
+from relax_events.broker.credentials import as_principal
+from relax_events.broker.embedded import EmbeddedBroker
+from relax_events.config import BrokerConfig, RunConfig, load_run_config
+from relax_events.control.address import ANSWER_SECONDS, OPERATOR
+from relax_events.errors import BrokerUnavailable, ConfigError
+
+EMBEDDED = "embedded"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A broker table and the directory of runs that goes with it; `run_file` is the run file that named them, if one did."""
+
+    broker: BrokerConfig
+    directory: Path
+    run_file: RunConfig | None = None
+
+    @classmethod
+    def named(cls, *, config: Path | None, bootstrap_servers: str, directory: Path) -> Cluster:
+        """Return the broker that a command's options name.
+
+        Raises:
+            ConfigError: They name two.
+        """
+        if config is not None and bootstrap_servers:
+            raise ConfigError(f"--config {config} and --bootstrap-servers {bootstrap_servers} name a broker each; give one of them")
+        if config is not None:
+            run_file = load_run_config(config)
+            return cls(as_principal(run_file, OPERATOR).broker, run_file.run.directory, run_file)
+        return cls(BrokerConfig(bootstrap_servers=bootstrap_servers or EMBEDDED), directory)
+
+    @property
+    def _embedded(self) -> EmbeddedBroker | None:
+        return EmbeddedBroker(self.directory / "broker") if self.broker.bootstrap_servers == EMBEDDED else None
+
+    def connection(self, *, name: str) -> Connection:
+        """Return how to reach a broker that has answered.
+
+        Raises:
+            BrokerUnavailable: It does not run or does not answer; the text says where and what to do.
+        """
+        embedded, broker = self._embedded, self.broker
+        if embedded is not None:
+            if not embedded.is_running:
+                where = self.directory / "broker"
+                remedy = f"start it with: relax broker start --directory {where}; or give --bootstrap-servers or --config"
+                raise BrokerUnavailable(f"the embedded broker in {where} does not run; {remedy}")
+            broker = broker.model_copy(update={"bootstrap_servers": embedded.bootstrap_servers})
+        connection = Connection.of(broker, client_id=f"relax.{name}")
+        Admin(connection).ping(timeout_seconds=min(ANSWER_SECONDS, broker.request_timeout_seconds))
+        return connection
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Start the embedded broker if it is needed and does not run, and stop it again at the end."""
+        embedded = self._embedded
+        if embedded is None or embedded.is_running:
+            yield
+            return
+        embedded.start()
+        try:
+            yield
+        finally:
+            embedded.stop()

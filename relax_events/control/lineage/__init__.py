@@ -1,0 +1,1 @@
+"""Where versions, samples and prompts come from, and what became of them."""

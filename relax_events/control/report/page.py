@@ -1,0 +1,132 @@
+"""A run's report as one HTML file that needs nothing else: no network, no scripts. Every text from outside is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+import orjson
+
+from relax_events.control.report.charts import NUM_COLOURS, bar_chart, line_chart, shares_bar, stacked_chart
+from relax_events.control.report.scales import short_number
+
+CURVES = {  # figure -> title, definition
+    "reward_mean": ("Reward", "mean over the step's samples; strong: moving mean"),
+    "loss": ("Loss", "of the whole step, as it was differentiated"),
+    "kl_estimate": ("KL", "estimate against the reference policy, nats per token"),
+    "entropy": ("Entropy", "of the policy, nats per token"),
+    "grad_norm": ("Gradient norm", "over all parameters, before it is cut"),
+    "clip_fraction": ("Clipped tokens", "share of loss tokens whose ratio was clipped"),
+    "completion_tokens_mean": ("Completion length", "mean over the step's samples, tokens"),
+    "staleness_mean": ("Staleness", "mean over the step's samples, policy versions"),
+    "mismatch_kl": ("Engine against trainer", "KL between their log-probabilities of the sampled tokens, nats per token"),
+    "tokens_per_second": ("Throughput", "trained tokens per second, prompt and completion"),
+}
+SMOOTHED = {"reward_mean", "loss", "grad_norm", "completion_tokens_mean", "tokens_per_second"}
+
+
+def report_page(report: Mapping[str, Any]) -> str:
+    """Return the page for a report as `build_report` makes it; figures that are None are shown as a dash."""
+    style = files("relax_events.control.report").joinpath("page.css").read_text(encoding="utf-8")
+    name = escape(report["run_id"])
+    body = "\n".join([header(report), tiles(report), ledger(report), charts(report), phases(report), details(report)])
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>Run {name}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def header(report: Mapping[str, Any]) -> str:
+    """Say which run it was, and how it ended."""
+    verdict = '<span class="verdict good">goal reached</span>' if report["succeeded"] else '<span class="verdict bad">goal not reached</span>'
+    place = f"{report['machine']['cores']} cores, {report['machine']['platform']}, Python {report['machine']['python']}"
+    return (
+        f"<header><h1>Run {escape(report['run_id'])}{verdict}</h1><p>{escape(report['reason'])}</p>"
+        f'<p class="faint">ended {escape(report["ended_at"])}; {escape(place)}</p></header>'
+    )
+
+
+def tiles(report: Mapping[str, Any]) -> str:
+    """Show the key figures."""
+    outcomes = report["outcomes"]
+    ends = ", ".join(f"{outcomes[name]:,} {name.replace('_', ' ')}" for name in ("filtered", "expired", "failed", "in_flight"))
+    shown = [
+        ("reward", f"{number(report['reward_first'], 3)} &rarr; {number(report['reward_last'], 3)}", "first step, last step"),
+        ("reward, 10 steps", f"{number(report['reward_first_10'], 3)} &rarr; {number(report['reward_last_10'], 3)}", "first ten, last ten"),
+        ("train steps", f"{report['steps']:,} of {report['num_steps']:,}", f"policy version {report['policy_version']}"),
+        ("wall time", duration(report["wall_seconds"]), f"{duration(report['train_seconds'])} of it in train steps"),
+        ("tokens per second", number(report["tokens_per_second"]), f"{number(report['samples_per_second'])} samples per second"),
+        ("prompt groups trained", f"{outcomes['trained']:,}", f"of {outcomes['issued']:,} issued; {ends}"),
+        ("samples trained", f"{report['samples_trained']:,}", f"of {report['samples_rolled_out']:,} generated"),
+        ("samples lost", f"{report['samples_lost']:,}", f"{report['samples_trained_twice']:,} trained twice"),
+        ("rollouts regenerated", f"{report['rollouts_regenerated']:,}", "generated again after a fault"),
+        ("staleness", number(report["staleness_mean"], 3), f"max {report['staleness_max']}, bound {report['max_staleness']} versions"),
+    ]
+    return '<dl class="tiles">' + "".join(f"<div><dt>{name}</dt><dd>{value}<small>{text}</small></dd></div>" for name, value, text in shown) + "</dl>"
+
+
+def ledger(report: Mapping[str, Any]) -> str:
+    """Show what the ledger proved, or found."""
+    problems = report["ledger_problems"]
+    if not problems:
+        text = "Every issued prompt group is accounted for, no sample was trained twice or lost, and none was older than the bound."
+        return f'<h2>Ledger</h2><div class="card"><p>{text}</p></div>'
+    items = "".join(f"<li>{escape(problem)}</li>" for problem in problems)
+    return f'<h2>Ledger: broken promises ({len(problems)})</h2><div class="card"><ul>{items}</ul></div>'
+
+
+def charts(report: Mapping[str, Any]) -> str:
+    """Draw the curves, the staleness of all samples, and how prompt groups ended."""
+    curves, steps = report["curves"], report["curves"]["train_step"]
+    source = report["source"] or {"run_id": "", "curves": {}}
+    drawn = [
+        line_chart(title, text, steps, curves[name], smooth=name in SMOOTHED, beside=source["curves"].get(name), beside_name=source["run_id"])
+        for name, (title, text) in CURVES.items()
+        if name in curves
+    ]
+    ages = {str(age): count for age, count in enumerate(report["staleness_counts"])}
+    drawn.append(bar_chart("Staleness of all samples", "trained samples by how many versions they were behind", ages, axis="policy versions behind"))
+    ended = {name.replace("_", " "): count for name, count in report["outcomes"].items() if name != "issued"}
+    drawn.append(bar_chart("Prompt groups", f"how the {report['outcomes']['issued']:,} issued ones ended", ended, axis="outcome"))
+    return '<h2>Training</h2><div class="charts">' + "".join(drawn) + "</div>"
+
+
+def phases(report: Mapping[str, Any]) -> str:
+    """Show where the trainer's time went, largest phase first."""
+    totals = dict(sorted(report["phase_seconds"].items(), key=lambda item: -item[1]))
+    layers = {name: report["curves"]["phase_seconds"][name] for name in totals}
+    chart = stacked_chart("Time of each step", "trainer's seconds by phase", report["curves"]["train_step"], layers)
+    total = sum(totals.values())
+    rows = "".join(
+        f'<tr><td><span class="key c{place % NUM_COLOURS}"></span>{escape(name)}</td><td class="number">{seconds:.2f}</td>'
+        f'<td class="number">{seconds / total if total else 0:.1%}</td></tr>'
+        for place, (name, seconds) in enumerate(totals.items())
+    )
+    head = '<tr><th>phase</th><th class="number">seconds</th><th class="number">share</th></tr>'
+    table = f'<div class="card">{shares_bar(totals)}<table>{head}{rows}</table></div>'
+    return f'<h2>Where the time went</h2><div class="charts">{chart}{table}</div>'
+
+
+def details(report: Mapping[str, Any]) -> str:
+    """Show the run file as resolved, and the digest of the newest weights."""
+    text = orjson.dumps(report["config"], option=orjson.OPT_INDENT_2).decode()
+    newest = report["weights_digests"][-1] if report["weights_digests"] else "-"
+    return (
+        f'<h2>Run file</h2><div class="card"><p>digest {escape(report["config_digest"])}</p><p>newest weights {escape(newest)}</p>'
+        f"<details><summary>as resolved</summary><pre>{escape(text)}</pre></details></div>"
+    )
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Write a figure with so many significant digits; a dash when it is not known."""
+    return "-" if value is None else short_number(value, digits=digits)
+
+
+def duration(seconds: float) -> str:
+    """Write a duration for people."""
+    if round(seconds, 1) < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"

@@ -1,0 +1,1 @@
+"""The runs of a cluster: listed, shown, deleted, replayed, forked."""

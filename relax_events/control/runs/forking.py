@@ -1,0 +1,148 @@
+"""Makes the run file of a run that goes back to another: a replay or a fork, from what the source's log says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from relax_events.broker.connection import Connection
+from relax_events.broker.consumer import LogReader
+from relax_events.config import RunConfig, load_run_config
+from relax_events.control.cluster import Cluster
+from relax_events.control.runs.details import open_existing_store, versions_in
+from relax_events.control.runs.reading import read_runs
+from relax_events.errors import BrokerRefused, ConfigError, CorruptRecord, SchemaError
+from relax_events.events.types import PromptGroupIssued
+from relax_events.pipeline.description import SHAPE_KEYS
+from relax_events.pipeline.source_run import SourceRun
+
+RUN_FILE = "run-file.json"
+NEWEST = -1
+SAME_FOR_VERIFYING = ("algorithm", "trainer", "model")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceChoice:
+    """Which run a new one goes back to, and how; see `SourceSection`."""
+
+    run: str
+    rollouts: str
+    from_version: int = NEWEST
+    until_version: int = NEWEST
+    follow: bool = False
+    scores: str = ""
+
+
+def make_run_file(cluster: Cluster, connection: Connection, run_id: str, choice: SourceChoice, overrides: Sequence[str]) -> RunConfig:
+    """Write the run file of a new run into its directory, and return what it says.
+
+    It holds the source's settings with the overrides on top. Called again for the same run it gives the same file, so that an
+    interrupted run is taken up.
+
+    Args:
+        cluster: Where both runs are.
+        connection: To it.
+        run_id: The new run.
+        choice: Its source.
+        overrides: section.key=value.
+    Raises:
+        ConfigError: The source can't be read, or a key or value is not allowed.
+        BrokerRefused: The cluster has another run of this id.
+    """
+    _refuse_other_names(overrides)
+    source = SourceRun.read(connection, choice.run)
+    _refuse_other_run(connection, run_id, choice.run)
+    tree = source.config.model_dump(mode="json")
+    tree["run"] |= {"id": run_id, "directory": str(cluster.directory.resolve())}
+    tree["broker"] = cluster.broker.model_dump(mode="json") | {key: tree["broker"][key] for key in SHAPE_KEYS}
+    tree["objects"]["uri"] = f"{tree['objects']['uri'].rstrip('/')}-{run_id}" if tree["objects"]["uri"] else ""
+    tree["telemetry"]["metrics_port"] = 0
+    tree["source"] = _source_section(source, choice)
+    path = cluster.directory / "runs" / run_id / RUN_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write(path, tree)
+    config = load_run_config(path, overrides)
+    _write(path, config.model_dump(mode="json"))
+    return config
+
+
+def _write(path: Path, tree: dict[str, Any]) -> None:
+    path.write_bytes(orjson.dumps(tree, option=orjson.OPT_INDENT_2))
+    path.chmod(0o600)
+
+
+def _refuse_other_run(connection: Connection, run_id: str, source_id: str) -> None:
+    there = read_runs(connection, [run_id]).get(run_id)
+    if there is not None and not (there.described and there.described.source_run == source_id):
+        raise BrokerRefused(f"there is a run {run_id!r} already that does not go back to {source_id!r}; take another id, or delete that run")
+
+
+def _source_section(source: SourceRun, choice: SourceChoice) -> dict[str, Any]:
+    newest = max((step.policy_version for step in source.steps()), default=source.config.first_version)
+    is_replay = choice.rollouts == "recorded"
+    start = source.config.first_version if is_replay else newest
+    version = start if choice.from_version == NEWEST else choice.from_version
+    return {
+        "run": choice.run,
+        "rollouts": choice.rollouts,
+        "from_version": version,
+        "until_version": newest if is_replay and choice.until_version == NEWEST and not choice.follow else choice.until_version,
+        "follow": choice.follow,
+        "scores": choice.scores,
+        "from_row": 0 if is_replay else first_row(source, version),
+    }
+
+
+def _refuse_other_names(overrides: Iterable[str]) -> None:
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if key == "run.id" or key.startswith("source."):
+            raise ConfigError(f"override {override!r}: which run goes back to which is said by arguments and options; see --help")
+
+
+def first_row(source: SourceRun, version: int) -> int:
+    """Return the row of the prompt stream that the source issued first for the step at a version: there a fork goes on.
+
+    Where that step was never issued it is the row behind the last one; where the queue was purged, the row that a run has come
+    to if none of its prompt groups was replaced.
+    """
+    topic, codec = source.plan.topic("prompt.groups"), source.codec()
+    behind, rows = 0, []
+    reader = LogReader(source.connection)
+    try:
+        spans = {(topic, number): reader.watermarks(topic, number) for number in range(source.plan.queue_partitions)}
+        for record in reader.stream(spans):
+            try:
+                event = codec.decode(record.value)
+            except (CorruptRecord, SchemaError):
+                continue  # a stranger's record, which the rollout role keeps among its dead letters
+            if isinstance(event, PromptGroupIssued):
+                behind = max(behind, event.row + 1)
+                if event.train_step == version and event.attempt == 0:
+                    rows.append(event.row)
+    finally:
+        reader.close()
+    return min(rows, default=behind or version * source.config.run.groups_per_step)
+
+
+def refuse_unverifiable(source: SourceRun, config: RunConfig) -> None:
+    """Refuse to compare a replay bit for bit that can't come out the same.
+
+    Raises:
+        ConfigError: It was told to do something else, or starts where no optimizer state is left; the text names what.
+    """
+    store, version = open_existing_store(source.config), config.source.from_version
+    checkpoints = versions_in(store, "checkpoints/") if store else []
+    if version not in (0, *checkpoints):
+        left = f"of run {source.config.run.id} there are those of {', '.join(map(str, checkpoints)) or 'none'}"
+        raise ConfigError(f"--verify compares bit for bit, so it begins at version 0 or at a checkpoint ({left}), got version {version}")
+    for section in SAME_FOR_VERIFYING:
+        if getattr(config, section) != getattr(source.config, section):
+            raise ConfigError(f"--verify compares bit for bit, so [{section}] must be as in run {source.config.run.id}; leave it as it is")
+    same_run = {"seed", "num_steps"}
+    if config.run.model_dump(include=same_run) != source.config.run.model_dump(include=same_run) or config.source.scores:
+        raise ConfigError("--verify compares bit for bit, so run.seed, run.num_steps and the rewards must be the source's; leave them as they are")

@@ -1,0 +1,1 @@
+"""Reads samples back from the log, exports them, scores them anew."""

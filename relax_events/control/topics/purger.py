@@ -1,0 +1,231 @@
+"""Knows of a run what a purge has to know, from the control log, and purges."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+import structlog
+
+from relax_events.broker.admin import Admin
+from relax_events.broker.connection import Connection
+from relax_events.broker.consumer import LogReader
+from relax_events.config import RunConfig
+from relax_events.control.run_log import RunLog
+from relax_events.control.topics.purge import (
+    QUEUE,
+    Cut,
+    QueuedGroup,
+    apply_cuts,
+    cuts_within,
+    group_bounds,
+    oldest_retained,
+    queue_bounds,
+    recovery_bounds,
+    version_bounds,
+)
+from relax_events.control.topics.role_inputs import Place
+from relax_events.errors import ConfigError, CorruptRecord, ObjectError, SchemaError
+from relax_events.events.codec import EventCodec
+from relax_events.events.types import (
+    CheckpointRef,
+    Event,
+    Outcome,
+    PolicyVersionPublished,
+    PromptGroupEnded,
+    PromptGroupIssued,
+    TrainStepCommitted,
+)
+from relax_events.objects import ObjectStore
+from relax_events.policy import Place as Seat
+from relax_events.topics import TopicPlan
+
+log = structlog.get_logger()
+SAMPLED_RECORDS = 20
+
+
+@dataclass(slots=True)
+class PurgeBooks:
+    """What the control log says that a purge has to know. Feed it every event, in log order within a topic."""
+
+    steps: list[TrainStepCommitted] = field(default_factory=list)
+    positions: dict[int, int] = field(default_factory=dict)
+    published: dict[int, PolicyVersionPublished] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
+    trained: dict[Seat, int] = field(default_factory=dict)
+
+    def note(self, event: Event) -> None:
+        """Take in an event."""
+        if isinstance(event, TrainStepCommitted):
+            self.steps.append(event)
+            self.positions |= {at.partition: max(at.offset, self.positions.get(at.partition, 0)) for at in event.consumed}
+        elif isinstance(event, PolicyVersionPublished):
+            self.published[event.policy_version] = event
+        elif isinstance(event, PromptGroupEnded):
+            self.ended.add(event.prompt_group_id)
+            if event.outcome is Outcome.TRAINED:
+                self.trained[Seat(event.train_step, event.group_index)] = event.trainer_version
+
+    @property
+    def newest_version(self) -> int:
+        """The newest published version, -1 before the first."""
+        return max(self.published, default=-1)
+
+    @property
+    def newest_checkpoint(self) -> CheckpointRef | None:
+        """The newest checkpoint that a committed step names."""
+        return next((step.checkpoint for step in reversed(self.steps) if step.checkpoint is not None), None)
+
+    def forget_before(self, version: int) -> None:
+        """Drop steps and publications of versions that no later purge asks for, so that a purge costs the same in a long run."""
+        self.steps = [step for step in self.steps if step.train_step >= version]
+        for old in [old for old in self.published if old < version]:
+            del self.published[old]
+
+
+class Purger:
+    """Plans purges of one run and makes them; each needs the broker, the object store for the checkpoint, and the books."""
+
+    def __init__(self, config: RunConfig, connection: Connection, store: ObjectStore, codec: EventCodec) -> None:
+        """Open an admin client.
+
+        Args:
+            config: The run.
+            connection: To its broker.
+            store: Where its checkpoints lie.
+            codec: One that learns the schemas of the run's writers.
+        """
+        self._config, self._connection, self._store, self._codec = config, connection, store, codec
+        self._plan = TopicPlan.of(config)
+        self._admin = Admin(connection)
+
+    def plan(self, books: PurgeBooks, *, before_version: int | None = None) -> list[Cut]:
+        """Return what would go from each partition of the sample topics and the prompt queue.
+
+        Args:
+            books: What the control log says.
+            before_version: Records of older versions are to go; by default those that `run.retain_versions` doesn't retain.
+        """
+        oldest = oldest_retained(self._config, newest_version=books.newest_version, before_version=before_version)
+        wanted = version_bounds(self._plan, books.published.values(), before_version=oldest)
+        queue = [(self._plan.topic(QUEUE), partition) for partition in range(self._plan.queue_partitions)]
+        begins = self._admin.begin_offsets([*wanted, *queue])
+        wanted |= queue_bounds(self._plan, self._queued(begins, queue), ended=books.ended, trained=books.trained, before_version=oldest)
+        usable = self._usable_checkpoint(books)
+        version = usable.policy_version if usable else 0
+        recovery = recovery_bounds(self._plan, books.steps, checkpoint_version=version, positions=books.positions)
+        return cuts_within(begins, wanted, group_bounds(self._config, self._admin) | {"recovery": recovery})
+
+    def purge(self, cuts: list[Cut]) -> Counter[str]:
+        """Delete what the cuts say; return how many records went, by entity."""
+        apply_cuts(self._admin, cuts)
+        gone = Counter[str]()
+        for cut in cuts:
+            gone[self._plan.entity(cut.place[0])] += cut.num_records
+        return +gone
+
+    def bytes_of(self, cuts: list[Cut]) -> dict[Place, int]:
+        """Return about how many bytes go with each cut, reckoned from its first records."""
+        reader = LogReader(self._connection)
+        spans = {cut.place: (cut.begin, min(cut.below, cut.begin + SAMPLED_RECORDS)) for cut in cuts if cut.num_records}
+        sizes: dict[Place, list[int]] = {place: [] for place in spans}
+        try:
+            for record in reader.stream(spans):
+                sizes[record.topic, record.partition].append(len(record.value) + len(record.key))
+        finally:
+            reader.close()
+        counts = {cut.place: cut.num_records for cut in cuts}
+        return {place: round(sum(found) / len(found) * counts[place]) if found else 0 for place, found in sizes.items()}
+
+    def close(self) -> None:
+        """Leave the broker."""
+        self._admin.close()
+
+    def _queued(self, begins: dict[Place, int], queue: list[Place]) -> list[QueuedGroup]:
+        """Read what is left of the prompt queue: small records, and few of them where a purge runs now and then."""
+        reader = LogReader(self._connection)
+        try:
+            ends = self._admin.end_offsets(queue)
+            records = reader.stream({place: (begins[place], ends[place]) for place in queue})
+            return [QueuedGroup(record.partition, record.offset, self._issued(record.value)) for record in records]
+        finally:
+            reader.close()
+
+    def _issued(self, value: bytes) -> PromptGroupIssued | None:
+        try:
+            event = self._codec.decode(value)
+        except (CorruptRecord, SchemaError):
+            return None
+        return event if isinstance(event, PromptGroupIssued) else None
+
+    def _usable_checkpoint(self, books: PurgeBooks) -> CheckpointRef | None:
+        """Return the newest checkpoint that is there whole: its manifest as committed, and every shard that it names."""
+        for reference in dict.fromkeys(step.checkpoint for step in reversed(books.steps)):
+            if reference is not None and self._is_usable(reference):
+                return reference
+        return None
+
+    def _is_usable(self, reference: CheckpointRef) -> bool:
+        try:
+            data = self._store.get_at(self._store.key(reference.uri))
+            if sha256(data).digest() != reference.digest:
+                return False
+            return all(self._store.exists(self._store.key(shard["uri"])) for shard in json.loads(data)["shards"])
+        except (ObjectError, ValueError, KeyError) as error:
+            log.debug("checkpoint.unusable", uri=reference.uri, error=str(error))
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPurge:
+    """A purge that has been planned and may be looked at before it is made."""
+
+    before_version: int
+    cuts: list[Cut]
+    purger: Purger
+
+    def bytes_of_cuts(self) -> dict[Place, int]:
+        """Return about how many bytes go with each cut."""
+        return self.purger.bytes_of(self.cuts)
+
+    def apply(self) -> Counter[str]:
+        """Delete the records; return how many went, by entity."""
+        gone = self.purger.purge(self.cuts)
+        log.info("records.purged", before_version=self.before_version, num_records=gone.total())
+        return gone
+
+
+@contextmanager
+def open_purge(config: RunConfig, *, before_version: int | None = None) -> Iterator[PlannedPurge]:
+    """Read a run's control log and plan a purge.
+
+    Args:
+        config: The run, with the broker's address filled in.
+        before_version: Records of older versions are to go; by default all but the newest `run.retain_versions`.
+    Raises:
+        ConfigError: Nothing says what is to go, the version was never published, or the run is a replay.
+    """
+    if config.is_replay:
+        raise ConfigError(f"run {config.run.id} replays run {config.source.run} and has no samples of its own; purge that one")
+    if before_version is None and not config.run.retain_versions:
+        raise ConfigError("run.retain_versions = 0 keeps all records; set it, or give --before-version")
+    books = PurgeBooks()
+    with RunLog(config, name="purge") as run_log:
+        for version in run_log.versions.values():
+            books.note(version.event)
+        for step in run_log.control("control.train-steps", TrainStepCommitted):
+            books.note(step.event)
+        for ended in run_log.control("control.group-outcomes", PromptGroupEnded):
+            books.note(ended.event)
+        if before_version is not None and before_version > books.newest_version:
+            raise ConfigError(f"policy version {before_version} was not published; the newest is {books.newest_version}")
+        purger = Purger(config, run_log.connection, ObjectStore.open(config.objects_uri, moved_from=config.objects.moved_from), run_log.codec)
+        try:
+            oldest = oldest_retained(config, newest_version=books.newest_version, before_version=before_version)
+            yield PlannedPurge(oldest, purger.plan(books, before_version=before_version), purger)
+        finally:
+            purger.close()

@@ -1,0 +1,48 @@
+"""A long run purges by itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import structlog
+
+from relax_events.config import RunConfig
+from relax_events.control.topics.purge import oldest_retained
+from relax_events.control.topics.purger import PurgeBooks, Purger
+from relax_events.errors import BrokerError
+from relax_events.events.types import CheckpointRef, Event
+from relax_events.topics import TopicPlan
+
+log = structlog.get_logger()
+
+
+class RetentionKeeper:
+    """Purges by `run.retain_versions`, once for each checkpoint that a step has committed. Feed it every control event."""
+
+    def __init__(self, purger: Purger, config: RunConfig) -> None:
+        self._purger, self._config = purger, config
+        self._books = PurgeBooks()
+        self._purged_for: CheckpointRef | None = None
+
+    def note(self, event: Event) -> None:
+        """Take in an event; where everything is retained, nothing is kept of it."""
+        if self._config.run.retain_versions:
+            self._books.note(event)
+
+    def tend(self) -> Counter[str]:
+        """Purge if a new checkpoint allows it; return how many records went, by entity. A broker that is away is asked again with the next one."""
+        checkpoint = self._books.newest_checkpoint
+        if not self._config.run.retain_versions or self._config.is_replay or checkpoint in (None, self._purged_for):
+            return Counter()  # the samples of a replay are its source's, which alone may delete them
+        former, self._purged_for = self._purged_for, checkpoint
+        oldest = oldest_retained(self._config, newest_version=self._books.newest_version)
+        try:
+            gone = self._purger.purge(self._purger.plan(self._books))
+        except BrokerError as error:
+            log.warning("purge.failed", error=str(error))
+            return Counter()
+        needed = former.policy_version if former else 0  # the newest checkpoint may turn out not to be whole
+        self._books.forget_before(min(oldest - 2 * TopicPlan.of(self._config).num_slots, needed))
+        if gone:
+            log.info("records.purged", before_version=oldest, num_records=gone.total())
+        return gone

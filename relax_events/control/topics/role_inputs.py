@@ -1,0 +1,36 @@
+"""What each role's consumer group reads: the ground on which lag, resets and purges stand."""
+
+from __future__ import annotations
+
+from relax_events.config import RunConfig
+from relax_events.topics import TopicPlan
+
+Place = tuple[str, int]
+EVALUATOR_TOPICS = {"reference": "reference.logprobs", "actor-forward": "actor.logprobs"}
+
+
+def role_inputs(config: RunConfig) -> dict[str, list[str]]:
+    """Return the entities that each role of this run reads by committed offsets.
+
+    Rollout workers appear where they divide the queue by a consumer group; a share group keeps its own books on the broker. A replay
+    has no such role: its trainer reads what its source's steps name.
+    """
+    if config.is_replay:
+        return {}
+    roles = config.roles()
+    samples = {role: ["rollout.samples"] for role in ("reward", *EVALUATOR_TOPICS) if role in roles}
+    evaluated = [entity for role, entity in EVALUATOR_TOPICS.items() if role in roles]
+    inputs = samples | {"advantage": ["rollout.samples", "reward.scores", *evaluated], "trainer": ["advantage.samples"]}
+    if config.broker.lease == "consumer_group":
+        inputs["rollout"] = ["prompt.groups"]
+    return {role: entities for role, entities in inputs.items() if role in roles}
+
+
+def input_places(config: RunConfig, role: str) -> list[Place]:
+    """Return every (topic, partition) that a role reads by committed offsets."""
+    plan = TopicPlan.of(config)
+    return [
+        (plan.topic(entity), partition)
+        for entity in role_inputs(config)[role]
+        for partition in range(plan.queue_partitions if entity == "prompt.groups" else plan.num_sample_partitions)
+    ]

@@ -1,0 +1,1 @@
+"""Moves a run's log: into files, and out of them again."""

@@ -1,0 +1,136 @@
+"""Whether two schemas of one event read each other's records, and if not, which field is to blame and what to do.
+
+The verdict is that of Apache's Avro library; this file finds the place, since the library names it only roughly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import avro.schema
+from avro.compatibility import ReaderWriterCompatibilityChecker, SchemaCompatibilityType
+from avro.errors import AvroException
+
+from relax_events.errors import SchemaError
+from relax_events.events.fields import field_rows
+from relax_events.events.releases import Release
+from relax_events.events.schemas import Schema, name_of, without_logical_types
+
+LOSES_DEFAULT = "give the field a default, and keep it"
+SECOND_FIELD = "keep the field as it is and add another, with a default"
+KEEP_SYMBOLS = "keep the enum's default, which stands in for symbols that a reader doesn't know"
+KEEP_NAME = "keep the name"
+
+
+@dataclass(frozen=True, slots=True)
+class Incompatibility:
+    """One reason why records of one schema can't be read through another."""
+
+    schema: str
+    field: str
+    what: str
+    remedy: str
+
+
+def incompatibilities(old: Release, new: Release) -> list[Incompatibility]:
+    """Return everything that keeps two releases from reading each other's records, in both directions; new events are fine."""
+    found = []
+    for name, schema in old.schemas.items():
+        if name in new.schemas:
+            found += compare(schema, new.schemas[name], old=old.version, new=new.version)
+        else:
+            what = f"{old.version} wrote such records, {new.version} has no schema for them"
+            found.append(Incompatibility(name, "", what, "keep the schema, even when nothing writes it any more"))
+    return found
+
+
+def compare(old_schema: Schema, new_schema: Schema, *, old: str, new: str) -> list[Incompatibility]:
+    """Return what keeps readers and writers of two schemas of one event apart.
+
+    Args:
+        old_schema: The earlier one.
+        new_schema: The later one.
+        old: What the texts call the earlier one, a version for example.
+        new: What the texts call the later one.
+    """
+    name = name_of(new_schema)
+    earlier, later = _parse(old_schema), _parse(new_schema)
+    found = []
+    for reader, writer, who in ((later, earlier, f"{new} can't read what {old} wrote"), (earlier, later, f"{old} can't read what {new} writes")):
+        found += [Incompatibility(name, field, f"{who}: {what}", remedy) for field, what, remedy in _reasons(reader, writer, "")]
+    return found + [Incompatibility(name, field, what, SECOND_FIELD) for field, what in _other_meanings(old_schema, new_schema)]
+
+
+def is_readable(*, reader: Any, writer: Any) -> bool:
+    """Tell whether all that the writer's schema allows can be read through the reader's."""
+    verdict = ReaderWriterCompatibilityChecker().get_compatibility(reader, writer)  # type: ignore[no-untyped-call]
+    return bool(verdict.compatibility is SchemaCompatibilityType.compatible)
+
+
+def _parse(schema: Schema) -> Any:
+    try:
+        return avro.schema.parse(json.dumps(without_logical_types(schema)))
+    except AvroException as error:
+        raise SchemaError(f"{name_of(schema)} is not an Avro schema: {error}") from None
+
+
+def _reasons(reader: Any, writer: Any, path: str) -> Iterator[tuple[str, str, str]]:
+    """Give field, reason and remedy of each place where reading fails, from the outside in."""
+    if is_readable(reader=reader, writer=writer):
+        return
+    if reader.type == writer.type == "record" and reader.name == writer.name:
+        yield from _field_reasons(reader, writer, path)
+    elif reader.type == writer.type == "array":
+        yield from _reasons(reader.items, writer.items, f"{path}[]")
+    elif reader.type == writer.type == "map":
+        yield from _reasons(reader.values, writer.values, f"{path}[]")
+    elif reader.type == writer.type == "union":
+        yield from _branch_reasons(reader, writer, path)
+    elif reader.type == writer.type == "enum" and reader.name == writer.name:
+        unknown = sorted(set(writer.symbols) - set(reader.symbols))
+        yield path, f"symbol {', '.join(unknown)} is unknown and there is no default", KEEP_SYMBOLS
+    elif reader.type == writer.type and reader.type in ("record", "enum", "fixed") and reader.name != writer.name:
+        yield path, f"type {writer.fullname} can't be read as {reader.fullname}", KEEP_NAME
+    else:
+        yield path, f"{_text(writer)} can't be read as {_text(reader)}", SECOND_FIELD
+
+
+def _field_reasons(reader: Any, writer: Any, path: str) -> Iterator[tuple[str, str, str]]:
+    written = writer.fields_dict
+    for field in reader.fields:
+        place = f"{path}.{field.name}".removeprefix(".")
+        if field.name in written:
+            yield from _reasons(field.type, written[field.name].type, place)
+        elif not field.has_default:
+            yield place, "the field is not in the record and has no default", LOSES_DEFAULT
+
+
+def _branch_reasons(reader: Any, writer: Any, path: str) -> Iterator[tuple[str, str, str]]:
+    named = {_text(branch): branch for branch in reader.schemas}
+    for branch in writer.schemas:
+        if _text(branch) in named:
+            yield from _reasons(named[_text(branch)], branch, path)
+        elif not is_readable(reader=reader, writer=branch):
+            yield path, f"{_text(branch)} is not among {_text(reader)}", SECOND_FIELD
+
+
+def _other_meanings(old: Schema, new: Schema) -> Iterator[tuple[str, str]]:
+    """Give the fields whose bytes would be read as something else: Avro's rules don't look at logical types."""
+    before = {row.path: row.logical_type for row in field_rows(old)}
+    for row in field_rows(new):
+        if before.get(row.path, row.logical_type) != row.logical_type:
+            yield row.path, f"the same bytes would mean {row.logical_type or 'a bare number'} instead of {before[row.path] or 'a bare number'}"
+
+
+def _text(schema: Any) -> str:
+    """Write a type as people do."""
+    if schema.type == "union":
+        return " or ".join(_text(branch) for branch in schema.schemas)
+    if schema.type == "array":
+        return f"array of {_text(schema.items)}"
+    if schema.type == "map":
+        return f"map of {_text(schema.values)}"
+    return str(schema.fullname).rsplit(".", 1)[-1] if schema.type in ("record", "enum", "fixed") else str(schema.type)

@@ -1,0 +1,46 @@
+"""Which places references on the log may name: the run's own object store, and roots that the run file allows besides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from relax_events.errors import ObjectError
+from relax_events.events.types import MediaRef
+from relax_events.objects.store import KEY_PATTERN
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedRoots:
+    """Roots under which referenced media may lie. A reference that names anything else is never opened."""
+
+    roots: tuple[str, ...]
+
+    @classmethod
+    def of(cls, store_root: str, extra: Iterable[str] = ()) -> AllowedRoots:
+        """Allow a store, and the extra roots."""
+        return cls(tuple(root.rstrip("/") + "/" for root in (store_root, *extra)))
+
+    def check(self, event: Any) -> None:
+        """Refuse an event whose media lie elsewhere.
+
+        Raises:
+            ObjectError: One does; the text names it and the roots.
+        """
+        for media in media_of(event):
+            if not self._holds(media.uri):
+                rule = f"media must lie under {' or '.join(self.roots)}, without '..' or other detours"
+                raise ObjectError(f"{rule}, got {media.uri!r}; add its root to objects.allowed_roots if the run may read there")
+
+    def _holds(self, uri: str) -> bool:
+        # What follows the root is held to the names of our objects, so neither '..' nor an encoded one gets through.
+        return any(uri.startswith(root) and KEY_PATTERN.fullmatch(uri.removeprefix(root)) for root in self.roots)
+
+
+def media_of(event: Any) -> Iterator[MediaRef]:
+    """Give all media that an event refers to."""
+    direct: Sequence[MediaRef] = getattr(event, "media", ())
+    yield from direct
+    for message in getattr(event, "messages", ()):
+        yield from (part.media for part in message.parts if part.media is not None)

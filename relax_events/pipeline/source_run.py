@@ -1,0 +1,82 @@
+"""The run that a replay or a fork goes back to, as its log tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import structlog
+
+from relax_events.broker.connection import Connection
+from relax_events.broker.consumer import LogReader
+from relax_events.broker.records import Record
+from relax_events.config import RunConfig
+from relax_events.errors import BrokerError, BrokerUnavailable, ConfigError, CorruptRecord, SchemaError
+from relax_events.events.codec import EventCodec
+from relax_events.events.types import Event, TrainStepCommitted
+from relax_events.pipeline.description import described_config, read_description
+from relax_events.topics import TopicPlan
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRun:
+    """A run as its log describes it."""
+
+    config: RunConfig
+    plan: TopicPlan
+    connection: Connection
+
+    @classmethod
+    def read(cls, connection: Connection, run_id: str) -> SourceRun:
+        """Read a run's description.
+
+        Raises:
+            ConfigError: There is no such run, or its log does not say what it is.
+        """
+        reader = LogReader(connection)
+        try:
+            described = read_description(reader, run_id)
+        except BrokerUnavailable:
+            raise
+        except BrokerError as error:
+            raise ConfigError(f"source.run = {run_id!r} is no run on {connection.bootstrap_servers}: {error}; see relax runs list") from error
+        finally:
+            reader.close()
+        if described is None:
+            remedy = "start it once more with this release: relax run RUN_FILE"
+            raise ConfigError(f"the log of run {run_id!r} does not say what it is, as those of earlier releases; {remedy}")
+        config = described_config(described, run_id=run_id)
+        return cls(config, TopicPlan.of(config), connection)
+
+    def codec(self) -> EventCodec:
+        """Return a codec that knows the schemas of the run's writers."""
+        codec = EventCodec()
+        for record in self._records("control.schemas"):
+            if record.value:
+                try:
+                    codec.learn(record.value)
+                except SchemaError as error:
+                    log.warning("record.unreadable", place=record.place, error=str(error))
+        return codec
+
+    def events(self, entity: str) -> Iterator[Event]:
+        """Give the events of a control topic up to its present end; only committed ones."""
+        codec = self.codec()
+        for record in self._records(entity):
+            try:
+                yield codec.decode(record.value)
+            except (CorruptRecord, SchemaError) as error:
+                log.warning("record.unreadable", place=record.place, error=str(error))
+
+    def steps(self) -> Iterator[TrainStepCommitted]:
+        """Give the train steps that it has committed by now, one by one."""
+        return (event for event in self.events("control.train-steps") if isinstance(event, TrainStepCommitted))
+
+    def _records(self, entity: str) -> Iterator[Record]:
+        reader, place = LogReader(self.connection), (self.plan.topic(entity), 0)
+        try:
+            yield from reader.stream({place: reader.watermarks(*place)})
+        finally:
+            reader.close()

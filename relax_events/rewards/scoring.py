@@ -1,0 +1,35 @@
+"""From a sample to what a reward function is asked, and from its answer to an event."""
+
+from __future__ import annotations
+
+from relax_events.errors import RewardError
+from relax_events.events.types import SampleRolledOut, SampleScored
+from relax_events.rewards.hub import Score
+from relax_events.rewards.pool import RewardItem
+
+
+def reward_item(sample: SampleRolledOut) -> RewardItem:
+    """Return what a reward function is asked about a sample."""
+    return RewardItem(
+        sample_id=sample.sample_id,
+        completion=sample.completion,
+        answer=sample.answer,
+        metadata=sample.metadata,
+        prompt="\n".join(message.text for message in sample.messages),
+    )
+
+
+def as_scored(sample: SampleRolledOut, result: Score | RewardError, *, reward_name: str, reward_digest: str) -> SampleScored:
+    """Return a sample's score; a failure is one with its text and without a reward, never a silent zero."""
+    success = result if isinstance(result, Score) else None
+    return SampleScored(
+        sample_id=sample.sample_id,
+        prompt_group_id=sample.prompt_group_id,
+        policy_version=sample.policy_version,
+        reward=success.reward if success else None,
+        components=success.components if success else {},
+        reward_name=reward_name,
+        reward_digest=reward_digest,
+        error=None if success else str(result),
+        seconds=success.seconds if success else 0.0,
+    )

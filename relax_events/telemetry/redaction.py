@@ -1,0 +1,42 @@
+"""Keeps secrets out of logs: whoever reads a secret says so here, and no log event shows it from then on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+HIDDEN = "(hidden)"
+MIN_LENGTH = 6
+"""Shorter ones would black out ordinary text, and protect nothing."""
+_lock = threading.Lock()
+_secrets: set[str] = set()
+
+
+def hide(secret: str) -> None:
+    """Replace a secret wherever it would appear in a log event of this process."""
+    if len(secret) >= MIN_LENGTH:
+        with _lock:
+            _secrets.add(secret)
+
+
+def redacted(text: str) -> str:
+    """Return a text without any secret that was named."""
+    with _lock:
+        found = [secret for secret in _secrets if secret in text]
+    for secret in sorted(found, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    return text
+
+
+def redact_event(_: Any, __: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
+    """Redact a log event, as a structlog processor; values that are neither text nor plain figures are looked at as text."""
+    return {name: _redacted_value(value) for name, value in event.items()}
+
+
+def _redacted_value(value: Any) -> Any:
+    if isinstance(value, bool | int | float) or value is None:
+        return value
+    text = value if isinstance(value, str) else str(value)
+    shown = redacted(text)
+    return value if shown == text else shown

@@ -1,0 +1,107 @@
+"""Who may do what on the broker: one principal for each role and person, and the least that it needs. Everything else is denied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from relax_events.topics.plan import DEAD_LETTER_ROLES, SAMPLE_TOPICS
+
+WORKER_READS = ("control.schemas", "control.policy-versions", "control.commands")
+WORKER_WRITES = ("control.schemas", "control.heartbeats", "control.metrics")
+
+
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """What a role may do besides what every worker may: follow control, publish its schemas, beat, keep dead letters."""
+
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    describes: tuple[str, ...] = ()
+    is_member: bool = False
+    is_transactional: bool = False
+
+
+ROLE_RIGHTS = {
+    "prompter": Rights(reads=("control.group-outcomes", "prompt.groups"), writes=("prompt.groups",)),
+    "rollout": Rights(reads=("prompt.groups",), writes=("rollout.samples", "advantage.samples"), is_member=True),
+    "reward": Rights(reads=("rollout.samples",), writes=("reward.scores",), is_member=True),
+    "reference": Rights(reads=("rollout.samples",), writes=("reference.logprobs",), is_member=True),
+    "actor-forward": Rights(reads=("rollout.samples",), writes=("actor.logprobs",), is_member=True),
+    "advantage": Rights(
+        reads=("rollout.samples", "reward.scores", "reference.logprobs", "actor.logprobs"), writes=("advantage.samples",), is_member=True
+    ),
+    "trainer": Rights(
+        reads=("advantage.samples", "control.train-steps", "control.group-outcomes"),
+        writes=("control.policy-versions", "control.train-steps", "control.group-outcomes"),
+        describes=tuple(SAMPLE_TOPICS),
+        is_member=True,
+        is_transactional=True,
+    ),
+    "controller": Rights(
+        reads=("control.train-steps", "control.group-outcomes", "control.heartbeats", "control.metrics"), writes=("control.commands",)
+    ),
+    "metrics": Rights(reads=("control.metrics", "control.train-steps")),
+}
+PERSON_RIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "operator": {"topic": ("all",), "group": ("all",), "transactional_id": ("all",)},
+    "reader": {"topic": ("read", "describe_configs"), "group": ("describe", "describe_configs")},
+}
+"""What a person may do with everything of the run: `operator` runs it, `reader` only looks."""
+PRINCIPALS = (*ROLE_RIGHTS, *PERSON_RIGHTS)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Acl:
+    """One permission: who may do which operation on what. `pattern` is literal or prefixed."""
+
+    username: str
+    resource: str
+    name: str
+    pattern: str
+    operation: str
+
+    def as_dict(self) -> dict[str, str]:
+        """Return it as JSON tools want it, the host and the permission spelt out."""
+        return {**asdict(self), "host": "*", "permission": "allow"}
+
+
+def prefix_of(run_id: str) -> str:
+    """Return what all names of a run begin with; no run's prefix is another's, since ids have no dots."""
+    return f"relax.{run_id}."
+
+
+def username_of(run_id: str, principal: str) -> str:
+    """Return the user name of a run's role or person."""
+    return f"{prefix_of(run_id)}{principal}"
+
+
+def acls_of(run_id: str) -> list[Acl]:
+    """Return all permissions of a run, sorted."""
+    return sorted({*_of_roles(run_id), *_of_people(run_id)})
+
+
+def _of_roles(run_id: str) -> Iterable[Acl]:
+    prefix = prefix_of(run_id)
+    for role, rights in ROLE_RIGHTS.items():
+        letters = (f"{role}.dead-letters",) if role in DEAD_LETTER_ROLES else ()
+        operations = {
+            "read": (*WORKER_READS, *rights.reads),
+            "write": (*WORKER_WRITES, *rights.writes, *letters),
+            "describe": rights.describes,
+        }
+        username = username_of(run_id, role)
+        for operation, entities in operations.items():
+            yield from (Acl(username, "topic", prefix + entity, "literal", operation) for entity in entities)
+        # A log reader joins no group, but the client looks up the coordinator of the one that it is named by.
+        yield Acl(username, "group", f"{prefix}{role}-", "prefixed", "describe")
+        if rights.is_member:
+            yield Acl(username, "group", prefix + role, "literal", "read")
+        if rights.is_transactional:
+            yield from (Acl(username, "transactional_id", f"{prefix}{role}.", "prefixed", operation) for operation in ("write", "describe"))
+
+
+def _of_people(run_id: str) -> Iterable[Acl]:
+    for person, kinds in PERSON_RIGHTS.items():
+        for resource, operations in kinds.items():
+            yield from (Acl(username_of(run_id, person), resource, prefix_of(run_id), "prefixed", operation) for operation in operations)

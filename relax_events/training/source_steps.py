@@ -1,0 +1,136 @@
+"""The steps that another run committed, and commits while we look, with their samples: what a replay trains."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import structlog
+
+from relax_events.broker.consumer import LogReader
+from relax_events.broker.records import Record
+from relax_events.errors import BrokerError, BrokerUnavailable, ConfigError, CorruptRecord, SchemaError
+from relax_events.events.codec import UnknownFingerprint
+from relax_events.events.types import Event, TrainStepCommitted
+from relax_events.objects import ObjectStore
+from relax_events.objects.claim_check import check_out
+from relax_events.pipeline.source_run import SourceRun
+from relax_events.pipeline.worker import Worker
+from relax_events.training.ranks import Ranks
+from relax_events.training.recorded_batches import RecordedBatch, RecordedBatches
+from relax_events.training.rejudging import Rejudging, needs_advantages, read_rewards
+
+log = structlog.get_logger()
+STEPS_AT_ONCE = 16
+
+
+class SourceDecoder:
+    """Decodes what the source's writers wrote, with the arrays that lie in its store."""
+
+    def __init__(self, source: SourceRun) -> None:
+        self._source, self._codec = source, source.codec()
+        self._store = ObjectStore.open(source.config.objects_uri, moved_from=source.config.objects.moved_from)
+
+    def event(self, record: Record) -> Event:
+        """Return a record's event; a schema that is new to us is looked for once on the source's log."""
+        try:
+            return self._codec.decode(record.value)
+        except UnknownFingerprint:
+            self._codec = self._source.codec()
+        return self._codec.decode(record.value)
+
+    def sample(self, record: Record) -> Event:
+        """Return the event with its stored arrays fetched."""
+        return check_out(self.event(record), self._store)
+
+
+def open_batches(worker: Worker, source: SourceRun, ranks: Ranks) -> RecordedBatches:
+    """Return the batches of a replay: as recorded, or judged anew where the run file asks for it.
+
+    Raises:
+        ConfigError: The scores that the run file names are not there.
+    """
+    config = worker.config
+    judge = None
+    if config.source.scores:
+        judge = Rejudging(config.algorithm, rewards=_rewards(worker, source), scores=config.source.scores)
+    elif needs_advantages(source.config.algorithm, config.algorithm):
+        judge = Rejudging(config.algorithm)
+    return RecordedBatches(worker, ranks, decode=SourceDecoder(source).sample, judge=judge)
+
+
+def _rewards(worker: Worker, source: SourceRun) -> dict[str, float]:
+    scores, run_id = worker.config.source.scores, source.config.run.id
+    topic = worker.plan.topic(f"reward.scores.{scores}")
+    reader = LogReader(worker.connection)
+    try:
+        return read_rewards(reader, topic, num_partitions=source.plan.num_sample_partitions, codec=source.codec())
+    except BrokerUnavailable:
+        raise
+    except BrokerError as error:
+        raise ConfigError(f"source.scores = {scores!r}: run {run_id} has no such scores ({error}); make them with relax rescore") from error
+    finally:
+        reader.close()
+
+
+class SourceSteps:
+    """Gives the steps of the source in order, and reads ahead where more are there.
+
+    Each rank has one of its own, and of one rank a step may be there before another sees it: they have to agree.
+    """
+
+    def __init__(self, source: SourceRun, batches: RecordedBatches, *, first: int, last: int) -> None:
+        """Begin with train step `first`; those from `last` on are left out."""
+        self._run_id, self._batches = source.config.run.id, batches
+        self._next, self._last = first, last
+        self._decoder = SourceDecoder(source)
+        self._control = LogReader(source.connection, start={(source.plan.topic("control.train-steps"), 0): 0})
+        self._samples = LogReader(source.connection)
+        self._steps: deque[TrainStepCommitted] = deque()
+        self._ready: deque[RecordedBatch] = deque()
+
+    def has_next(self, *, timeout_seconds: float) -> bool:
+        """Wait for the next step to be there.
+
+        Raises:
+            ConfigError: The source's control log has a gap.
+        """
+        if not self._ready and not self._steps:
+            for record in self._control.fetch(STEPS_AT_ONCE, timeout_seconds=timeout_seconds):
+                self._note(record)
+        return bool(self._ready or self._steps)
+
+    def take(self) -> RecordedBatch:
+        """Return this rank's share of the next step, which is there.
+
+        Raises:
+            ConfigError: Its records were purged; the text names the first one.
+            RunFailed: A record is not what was trained.
+        """
+        if not self._ready:
+            steps = [self._steps.popleft() for _ in range(min(STEPS_AT_ONCE, len(self._steps)))]
+            try:
+                self._ready.extend(self._batches.read(self._samples, steps))
+            except BrokerUnavailable:
+                raise
+            except BrokerError as error:
+                remedy = f"relax runs show {self._run_id} tells which steps are left; set source.from_version"
+                raise ConfigError(f"steps from {steps[0].train_step} of run {self._run_id} can't be trained again: {error}; {remedy}") from error
+        return self._ready.popleft()
+
+    def _note(self, record: Record) -> None:
+        try:
+            step = self._decoder.event(record)
+        except (CorruptRecord, SchemaError) as error:
+            log.warning("record.unreadable", place=record.place, error=str(error))  # where it was a step, the next one shows the gap
+            return
+        if not isinstance(step, TrainStepCommitted) or not self._next <= step.train_step < self._last:
+            return
+        if step.train_step != self._next:
+            raise ConfigError(f"run {self._run_id} has step {step.train_step} where {self._next} should be; its control log has a gap")
+        self._steps.append(step)
+        self._next += 1
+
+    def close(self) -> None:
+        """Leave the broker."""
+        self._control.close()
+        self._samples.close()

@@ -1,0 +1,116 @@
+"""Runs that go back to another: replays bit for bit and with other settings, a fork, a second learner beside a live run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from command_line import FinishedRun, Relax
+
+from relax_events.broker.connection import Connection
+from relax_events.control.runs.reading import read_runs
+
+pytestmark = pytest.mark.timeout(300)
+PATIENCE_SECONDS = 120.0
+GSPO = ("algorithm.name=gspo", "algorithm.aggregation=sample_mean", "algorithm.clip_low=3e-4", "algorithm.clip_high=4e-4")
+
+
+def place(source: FinishedRun, folder: Path) -> tuple[str, ...]:
+    """Say where the finished run is, and that new runs are to lie in the test's folder."""
+    return ("--bootstrap-servers", source.config.broker.bootstrap_servers, "--directory", str(folder / ".relax"))
+
+
+def report_of(folder: Path, run_id: str) -> dict[str, Any]:
+    """Read a run's report."""
+    report: dict[str, Any] = orjson.loads((folder / ".relax/runs" / run_id / "report.json").read_bytes())
+    assert report["succeeded"]
+    assert report["ledger_problems"] == []
+    return report
+
+
+def test_replay_is_its_source_bit_for_bit(relax: Relax, finished_run: FinishedRun, run_id: str, tmp_path: Path) -> None:
+    source = finished_run.config.run.id
+    ended = relax("runs", "replay", source, run_id, "--verify", *place(finished_run, tmp_path), timeout_seconds=200)
+    assert ended.code == 0, ended.err
+    assert f"3 steps are those of {source}, bit for bit" in ended.out
+    recorded = orjson.loads((finished_run.config.run_directory / "report.json").read_bytes())
+    report = report_of(tmp_path, run_id)
+    assert report["weights_digests"] == recorded["weights_digests"]
+    assert report["outcomes"] | {"issued": 12, "trained": 12, "in_flight": 0} == report["outcomes"]
+    checked = relax("ledger", "check", tmp_path / ".relax/runs" / run_id / "run-file.json")
+    assert (checked.code, checked.out.splitlines()[-1]) == (0, "all promises hold"), checked.err
+    shown = orjson.loads(relax("runs", "show", source, "--output", "json", *place(finished_run, tmp_path)).out)
+    assert f"{run_id} (replay from 0)" in shown["run"]["forks"]
+    assert shown["versions"]["recorded"] == [0, 3]
+    assert [step["loss"] for step in shown["steps"]] == recorded["curves"]["loss"]
+
+
+def test_replay_with_gspo_differs_from_version_one_on(relax: Relax, finished_run: FinishedRun, run_id: str, tmp_path: Path) -> None:
+    source = finished_run.config.run.id
+    ended = relax("runs", "replay", source, run_id, *GSPO, "--from-version", "1", *place(finished_run, tmp_path), timeout_seconds=200)
+    assert ended.code == 0, ended.err
+    report = report_of(tmp_path, run_id)
+    recorded = orjson.loads((finished_run.config.run_directory / "report.json").read_bytes())
+    assert report["curves"]["train_step"] == [1, 2]
+    assert not set(report["weights_digests"]) & set(recorded["weights_digests"])
+    assert report["curves"]["reward_mean"] == recorded["curves"]["reward_mean"][1:]
+    assert report["source"]["curves"]["loss"] == recorded["curves"]["loss"][1:]
+    assert 'class="line beside"' in (tmp_path / ".relax/runs" / run_id / "report.html").read_text()
+    refused = relax("runs", "replay", source, f"{run_id}-v", "--from-version", "1", "--verify", *place(finished_run, tmp_path))
+    assert (refused.code, "begins at version 0 or at a checkpoint" in refused.err) == (2, True), refused.err
+
+
+def test_second_learner_follows_a_fork_while_it_goes_on(relax: Relax, finished_run: FinishedRun, run_id: str, tmp_path: Path) -> None:
+    where = place(finished_run, tmp_path)
+    live, second = f"{run_id}-live", f"{run_id}-second"
+    fork = ["runs", "fork", finished_run.config.run.id, live, "--at-version", "2", "run.num_steps=5", *where]
+    with (tmp_path / "fork.log").open("wb") as output:
+        leader = subprocess.Popen([sys.executable, "-m", "relax_events.cli", *fork], cwd=tmp_path, stdout=output, stderr=output)
+    try:
+        until_described(Connection(finished_run.config.broker.bootstrap_servers, client_id="test"), live, leader)
+        ended = relax("runs", "replay", live, second, "--follow", "trainer.learning_rate=2e-3", *where, timeout_seconds=200)
+        assert ended.code == 0, ended.err
+        assert leader.wait(PATIENCE_SECONDS) == 0, (tmp_path / "fork.log").read_text()
+    finally:
+        leader.kill()
+        leader.wait(10)
+    led, followed = report_of(tmp_path, live), report_of(tmp_path, second)
+    assert led["curves"]["train_step"] == followed["curves"]["train_step"] == [2, 3, 4]
+    assert led["curves"]["reward_mean"] == followed["curves"]["reward_mean"]
+    assert not set(led["weights_digests"]) & set(followed["weights_digests"])
+    rows = [orjson.loads(line) for line in (tmp_path / ".relax/runs" / second / "logs/trainer-0.log").read_text().splitlines() if line[0] == "{"]
+    assert [row["kind"] for row in rows if row["event"] == "source.loaded"] == ["checkpoint"]
+
+
+def until_described(connection: Connection, run_id: str, process: subprocess.Popen[bytes]) -> None:
+    """Wait until a run's log says what the run is."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while (run := read_runs(connection, [run_id]).get(run_id)) is None or run.described is None:
+        assert time.monotonic() < deadline, f"run {run_id} was not described within {PATIENCE_SECONDS:g} s"
+        assert process.poll() is None, f"run {run_id} ended first"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("replay", "no-such-run"), r"source.run = 'no-such-run' is no run on .*see relax runs list"),
+        (("replay", "SOURCE", "--until-version", "9"), r"has come to version 3, so versions 0 to 9 can't be replayed; choose"),
+        (("replay", "SOURCE", "run.max_staleness=4"), r"run.max_staleness says how the rollouts were made: run .* has 1, got 4"),
+        (("replay", "SOURCE", "--verify", "trainer.learning_rate=0.5"), r"--verify compares bit for bit, so \[trainer\] must be as in run"),
+        (("replay", "SOURCE", "source.from_version=1"), r"override 'source.from_version=1': which run goes back to which is said by"),
+        (("fork", "SOURCE"), r"a fork counts on from version 3, so run.num_steps must be above it, got 3"),
+    ],
+)
+def test_replay_that_is_impossible_is_refused(
+    arguments: tuple[str, ...], text: str, relax: Relax, finished_run: FinishedRun, run_id: str, tmp_path: Path
+) -> None:
+    verb, source, *rest = (finished_run.config.run.id if word == "SOURCE" else word for word in arguments)
+    ended = relax("runs", verb, source, run_id, *rest, *place(finished_run, tmp_path))
+    assert ended.code == 2, ended.err
+    assert re.search(text, ended.err), ended.err

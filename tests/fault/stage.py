@@ -1,0 +1,80 @@
+"""What every broken run stands on: a folder with prompts and reward functions, a small random model, the usual run file."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import orjson
+from harness import command, environment
+
+PROMPTS = [f"spell {word} backwards" for word in ("tea", "milk", "juice", "water", "coffee", "lemon", "cocoa", "cider")]
+# `spread`: over many values, so that nearly every prompt group of a random model has something to learn from, and the same wherever it is
+# computed. `slowly`: for tests that need time within a run on a machine of any speed. `badly`: what reward functions of users do now and
+# then. `hang_once`: on the first sample of a run, in whose folder it is called.
+REWARDS = """
+import time
+import zlib
+
+def spread(completion, *, answer, metadata, prompt):
+    return zlib.crc32(completion.encode()) % 1000 / 1000
+
+def slowly(completion, *, answer, metadata, prompt):
+    time.sleep(0.01)
+    return spread(completion, answer=answer, metadata=metadata, prompt=prompt)
+
+def badly(completion, *, answer, metadata, prompt):
+    reward = slowly(completion, answer=answer, metadata=metadata, prompt=prompt)
+    if zlib.crc32(completion.encode()) % 41 == 0:
+        raise ValueError("no reward for this one")
+    if zlib.crc32(completion.encode()) % 997 == 0:
+        time.sleep(1000)
+    return reward
+
+def hang_once(completion, *, answer, metadata, prompt):
+    try:
+        open("hangs", "x").close()
+    except FileExistsError:
+        return slowly(completion, answer=answer, metadata=metadata, prompt=prompt)
+    time.sleep(1000)
+"""
+
+
+def lay_out(folder: Path) -> None:
+    """Write the prompts and the reward file."""
+    (folder / "prompts.jsonl").write_bytes(b"".join(orjson.dumps({"prompt": prompt, "answer": ""}) + b"\n" for prompt in PROMPTS))
+    (folder / "reward.py").write_text(REWARDS)
+
+
+def make_model(folder: Path) -> Path:
+    """Make a random model, as `relax models prepare` does, and return its path."""
+    tree = {
+        "run": {"id": "prepare", "directory": str(folder)},
+        "model": {"path": str(folder / "model"), "tiny": {"hidden_size": 32, "num_layers": 1, "corpus_rows": len(PROMPTS)}},
+        "data": {"source": f"jsonl:{folder / 'prompts.jsonl'}"},
+    }
+    run_file = folder / "prepare.json"
+    run_file.write_bytes(orjson.dumps(tree))
+    subprocess.run(command("models", "prepare", run_file), cwd=folder, env=environment(), timeout=100, check=True, capture_output=True)
+    return folder / "model"
+
+
+def usual_tree(folder: Path, run_id: str) -> dict[str, dict[str, Any]]:
+    """Return a run file with every role in it, and steps of well under a second."""
+    return {
+        "run": {"id": run_id, "directory": str(folder), "groups_per_step": 8, "samples_per_prompt": 4, "max_staleness": 2},
+        "model": {"path": str(folder / "model")},
+        "data": {"source": f"jsonl:{folder / 'prompts.jsonl'}"},
+        "broker": {"session_timeout_seconds": 3.0, "request_timeout_seconds": 10.0},
+        "engine": {"max_context_tokens": 96, "max_running_samples": 64, "max_prompt_groups": 16, "sampling": {"max_new_tokens": 6}},
+        "reward": {"function": f"{folder / 'reward.py'}:slowly"},
+        "algorithm": {"kl_coefficient": 0.001, "old_logprobs": "actor"},
+        "trainer": {"checkpoint_every": 5},
+        "workers": {"beat_seconds": 0.2},
+    }
+
+
+def laid_over(tree: dict[str, dict[str, Any]], sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the tree with the keys of these sections laid over its own."""
+    return tree | {name: tree.get(name, {}) | keys for name, keys in sections.items()}

@@ -1,0 +1,37 @@
+"""A run that deletes old records as it goes loses nothing that a restart needs: the trainer and the prompter are killed after purges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from harness import FaultRun, assert_books_balance
+
+from relax_events.broker.admin import Admin
+
+
+@pytest.mark.long
+def test_run_recovers_when_old_versions_were_purged(start_run: Callable[..., FaultRun]) -> None:
+    run = start_run(run={"num_steps": 24, "retain_versions": 3}, trainer={"checkpoint_every": 2})
+    process = run.start()
+    admin = Admin(run.connection)
+    topics = [run.plan.topic(entity) for entity in ("advantage.samples", "rollout.samples", "prompt.groups")]
+
+    def is_purged() -> bool:
+        places = [(topic, partition) for topic in topics for partition in range(run.plan.queue_partitions)]
+        begins = admin.begin_offsets(places)
+        return all(any(begins[place] for place in places if place[0] == topic) for topic in topics)
+
+    run.until(is_purged, "records of every kind are purged")
+    assert run.state.num_steps < 24
+    run.until_ready_again("trainer-0", "prompter-0", killed=run.kill("trainer-0", "prompter-0"))
+    assert run.until_ended(process) == 0
+    ledger = assert_books_balance(run)
+    assert min(ledger["samples_purged"], ledger["prompt_groups_purged"]) > 0
+    assert len(ledger["unproven"]) == 2
+    # The prompter that started anew knew of seats whose issue was purged: it issued none of them again.
+    assert sum(line["num_prompt_groups"] for line in run.logged("prompter-0", "prompt_groups.issued")) <= ledger["outcomes"]["issued"]
+    # Bit for bit: what was trained again from the log has the weights that were published.
+    assert all(line["identical"] for line in run.logged("trainer-0", "train_steps.replayed"))
+    assert run.logged("trainer-0", "checkpoint.loaded")
+    assert run.logged("controller-0", "records.purged")

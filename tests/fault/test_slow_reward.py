@@ -1,0 +1,30 @@
+"""A reward function hangs on one sample, longer than any timeout: the sample's prompt group fails, counted, and the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import WORKER_SECONDS, FaultRun, assert_books_balance
+
+from relax_events.events.codec import EventCodec
+from relax_events.events.types import Outcome, PromptGroupEnded
+
+TIMEOUT_SECONDS = 4.0  # a member that did not look after its session for so long would have lost its partitions: they last 3 s
+
+
+@pytest.mark.long
+def test_hanging_reward_costs_one_prompt_group(start_run: Callable[..., FaultRun], directory: Path) -> None:
+    run = start_run(run={"num_steps": 8}, reward={"function": f"{directory / 'reward.py'}:hang_once", "timeout_seconds": TIMEOUT_SECONDS})
+    run.start()
+    run.until(lambda: bool(list(run.folder.glob("hangs"))), "the reward function hangs")
+    run.recovers_within(WORKER_SECONDS)
+
+    assert run.until_ended(run.process) == 0
+    assert assert_books_balance(run)["outcomes"]["failed"] == 1
+    events = [EventCodec().decode(record.value) for record in run.records("control.group-outcomes")]
+    (failed,) = (event for event in events if isinstance(event, PromptGroupEnded) and event.outcome is Outcome.FAILED)
+    assert f"took longer than {TIMEOUT_SECONDS:g} s (reward.timeout_seconds)" in failed.reason
+    assert len(run.logged("reward-0", "worker.started")) == 1
+    assert not run.logged("reward-0", "partitions.lost")

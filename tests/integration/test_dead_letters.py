@@ -1,0 +1,203 @@
+"""Dead letters are listed, go back as they were, and are dropped; a requeued record of a prompt group that ended is harmless."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from broker_steps import TIMEOUT_SECONDS, turn_until
+from event_samples import ready, rolled_out, scored
+from written_run import WrittenRun
+
+from relax_events.broker.admin import Admin
+from relax_events.broker.consumer import LogReader
+from relax_events.broker.records import OutRecord, Record
+from relax_events.config import RunConfig
+from relax_events.control.dead_letters import DeadLetter, Selection, drop, read_letter, read_letters, requeue
+from relax_events.control.run_log import RunLog
+from relax_events.errors import ConfigError, CorruptRecord, PoisonSample, RelaxError
+from relax_events.events.types import SampleReady
+from relax_events.objects import ObjectStore
+from relax_events.pipeline.worker import Worker
+from relax_events.training.assembly import GroupAssembler
+from workers.advantage import AdvantageLoop
+from workers.opening import StoreClaimCheck
+
+GROUP = "000000-0000-0"
+
+
+@pytest.fixture
+def written(apply_run: Callable[..., RunConfig]) -> Iterator[WrittenRun]:
+    run = WrittenRun(apply_run(run={"max_staleness": 1}, broker={"shards": 1}))
+    run.publish(0)
+    yield run
+    run.close()
+
+
+@pytest.fixture
+def open_worker(written: WrittenRun, tmp_path: Path) -> Callable[[str], Worker]:
+    def opened(role: str) -> Worker:
+        store = ObjectStore.open((tmp_path / "objects").as_uri())
+        return Worker(role, written.config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6))
+
+    return opened
+
+
+@pytest.fixture
+def dead_letter(written: WrittenRun, open_worker: Callable[[str], Worker]) -> Callable[..., None]:
+    """Return what has a role refuse every record that lies on a sample topic."""
+
+    def refuse(role: str, entity: str, error: RelaxError) -> None:
+        with open_worker(role) as worker:
+            for record in records_of(written, entity):
+                worker.dead_letter(record, error)
+            worker.producer.flush()
+
+    return refuse
+
+
+def records_of(written: WrittenRun, entity: str) -> list[Record]:
+    reader = LogReader(written.connection)
+    partitions = range(1 if entity.endswith("dead-letters") else written.plan.num_sample_partitions)
+    try:
+        return reader.read_to_end([(written.plan.topic(entity), partition) for partition in partitions])
+    finally:
+        reader.close()
+
+
+def letters_of(written: WrittenRun, *, roles: tuple[str, ...] = ()) -> list[DeadLetter]:
+    with RunLog(written.config, name="test") as log:
+        return read_letters(log, roles=roles)
+
+
+def requeue_all(written: WrittenRun, selection: Selection | None = None) -> int:
+    with RunLog(written.config, name="test") as log:
+        return requeue(log, (selection or Selection(everything=True)).choose(read_letters(log)), written.producer)
+
+
+def test_letters_are_listed_with_reason_and_origin(written: WrittenRun, dead_letter: Callable[..., None]) -> None:
+    written.write_bytes("rollout.samples", b"garbage", group_id=GROUP, version=0)
+    dead_letter("reward", "rollout.samples", CorruptRecord("no event"))
+    dead_letter("advantage", "rollout.samples", PoisonSample("no good"))
+    letters = letters_of(written)
+    topic = written.plan.topic("rollout.samples")
+    assert [(letter.name, letter.error_class, letter.error_text) for letter in letters] == [
+        ("reward@0", "CorruptRecord", "no event"),
+        ("advantage@0", "PoisonSample", "no good"),
+    ]
+    assert {letter.origin for letter in letters} == {f"{topic}[0]@0"}
+    assert [letter.name for letter in letters_of(written, roles=("advantage",))] == ["advantage@0"]
+    with RunLog(written.config, name="test") as log:
+        letter, record = read_letter(log, "reward@0")
+        assert (letter.num_bytes, record.value) == (7, b"garbage")
+        with pytest.raises(ConfigError, match="there is no dead letter reward@1"):
+            read_letter(log, "reward@1")
+        with pytest.raises(ConfigError, match="role 'dancer' has no dead letters; those that may have some: actor-forward, advantage"):
+            read_letters(log, roles=["dancer"])
+
+
+def test_record_goes_back_untouched_and_only_once(written: WrittenRun, dead_letter: Callable[..., None]) -> None:
+    written.write_sample("rollout.samples", rolled_out(GROUP, version=1))
+    dead_letter("reward", "rollout.samples", PoisonSample("the judge was out"))
+    assert requeue_all(written) == 1
+    first, second = records_of(written, "rollout.samples")
+    assert replace(second, offset=first.offset, timestamp_ms=first.timestamp_ms) == first
+    assert [(letter.name, letter.resolution) for letter in letters_of(written)] == [("reward@0", "requeued")]
+    assert requeue_all(written) == 0
+    with pytest.raises(ConfigError, match="dead letter reward@0 was requeued before; give --again"):
+        requeue_all(written, Selection(names=["reward@0"]))
+    assert requeue_all(written, Selection(names=["reward@0"], again=True)) == 1
+    assert len(records_of(written, "rollout.samples")) == 3
+
+
+def test_dropped_letter_keeps_its_reason(written: WrittenRun, dead_letter: Callable[..., None]) -> None:
+    written.write_sample("rollout.samples", rolled_out(GROUP))
+    dead_letter("reward", "rollout.samples", PoisonSample("no good"))
+    with RunLog(written.config, name="test") as log:
+        assert drop(log, read_letters(log), written.producer, reason="written by a test") == 1
+    (letter,) = letters_of(written)
+    assert (letter.resolution, letter.resolution_reason) == ("dropped", "written by a test")
+    assert requeue_all(written) == 0
+    assert len(records_of(written, "rollout.samples")) == 1
+
+
+def test_forged_letter_writes_nothing(written: WrittenRun, dead_letter: Callable[..., None]) -> None:
+    written.write_sample("rollout.samples", rolled_out(GROUP))
+    dead_letter("reward", "rollout.samples", PoisonSample("no good"))
+    headers = {"origin-topic": written.plan.topic("control.train-steps"), "origin-partition": "0", "origin-offset": "0"}
+    written.producer.write([OutRecord(written.plan.topic("reward.dead-letters"), b"forged", headers=headers)])
+    with pytest.raises(ConfigError, match=r"dead letter reward@1 says that it came from .*control\.train-steps\[0\]@0: records go back to"):
+        requeue_all(written)
+    assert len(records_of(written, "rollout.samples")) == 1
+    assert letters_of(written)[0].resolution == ""
+
+
+@pytest.fixture
+def advantage(open_worker: Callable[[str], Worker]) -> Callable[[], AbstractContextManager[Worker]]:
+    """Return what runs the advantage role until the block ends."""
+
+    @contextmanager
+    def run() -> Iterator[Worker]:
+        with open_worker("advantage") as worker:
+            thread = threading.Thread(target=AdvantageLoop(worker).run)
+            thread.start()
+            try:
+                yield worker
+            finally:
+                worker.drain.start()
+                thread.join(TIMEOUT_SECONDS)
+                assert not thread.is_alive()
+
+    return run
+
+
+def await_consumed(written: WrittenRun, admin: Admin, entity: str) -> None:
+    """Wait until the advantage role has dealt with all that a topic holds."""
+    places = [(written.plan.topic(entity), partition) for partition in range(written.plan.num_sample_partitions)]
+    ends = {place: end for place, end in admin.end_offsets(places).items() if end}
+    turn_until(lambda: admin.committed(written.plan.consumer_group("advantage"), list(ends)) == ends)
+
+
+@pytest.mark.timeout(180)
+def test_requeued_records_of_a_prompt_group_that_ended_are_harmless(
+    written: WrittenRun,
+    dead_letter: Callable[..., None],
+    advantage: Callable[[], AbstractContextManager[Worker]],
+    admin: Admin,
+) -> None:
+    for index in range(2):
+        written.write_sample("rollout.samples", rolled_out(GROUP, index))
+        written.write_sample("reward.scores", scored(GROUP, index, reward=float(index)))
+    dead_letter("reward", "rollout.samples", PoisonSample("the judge was out"))
+    with advantage():
+        await_consumed(written, admin, "rollout.samples")
+        made = len(records_of(written, "advantage.samples"))
+        assert made == 2
+        requeue_all(written)  # while the prompt group's version is in the window
+        await_consumed(written, admin, "rollout.samples")
+        for version in (1, 2):
+            written.publish(version)
+        requeue_all(written, Selection(everything=True, again=True))  # when it has left it, and is forgotten
+        written.publish(3)
+        await_consumed(written, admin, "rollout.samples")
+    assert len(records_of(written, "rollout.samples")) == 6
+    assert len(records_of(written, "advantage.samples")) == made, "nothing is made twice, and nothing ends twice"
+
+
+def test_requeued_sample_that_was_trained_is_a_duplicate_for_the_trainer(written: WrittenRun, dead_letter: Callable[..., None]) -> None:
+    for index in range(2):
+        written.write_sample("advantage.samples", ready(GROUP, index))
+    dead_letter("trainer", "advantage.samples", PoisonSample("the model was too small"))
+    requeue_all(written)
+    assembler = GroupAssembler(topic=written.plan.topic("advantage.samples"), max_staleness=1, decided={GROUP})
+    with RunLog(written.config, name="test") as log:
+        for record in log.records(log.whole("advantage.samples", range(written.plan.num_sample_partitions))):
+            event = log.decode(record)
+            assert isinstance(event, SampleReady)
+            assembler.add(record, event, trainer_version=1)
+    assert (assembler.ready(), assembler.pending_ends(), assembler.num_duplicates) == ([], [], 4)
+    assert [offset.offset for offset in assembler.consumed()] == [4]

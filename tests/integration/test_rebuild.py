@@ -1,0 +1,78 @@
+"""A partition is written anew with every record at its offset, whatever the leaps between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from relax_events.broker.admin import Admin
+from relax_events.broker.connection import Connection
+from relax_events.broker.consumer import LogReader
+from relax_events.broker.producer import RecordProducer
+from relax_events.broker.rebuild import PartitionWriter
+from relax_events.broker.records import OutRecord
+from relax_events.errors import BrokerError
+from relax_events.events.container import LoggedRecord
+
+MakeTopic = Callable[..., str]
+LAYOUTS = {
+    "empty": ([], 0),
+    "plain": ([0, 1, 2], 3),
+    "a mark at the end": ([0, 1], 3),
+    "marks": ([0, 2, 3, 5], 7),
+    "a mark, then plain records": ([0, 1, 3, 4, 5], 6),
+    "an aborted record": ([0, 3, 4], 5),
+    "an aborted record behind a transaction": ([0, 1, 4], 7),
+    "many hidden": ([0, 40, 41], 60),
+    "purged": ([7, 8, 10], 11),
+    "purged and marked": ([1, 3], 5),
+    "all purged": ([], 9),
+}
+
+
+@pytest.fixture
+def writer(connection: Connection, run_id: str) -> Iterator[PartitionWriter]:
+    """Give a writer of partitions."""
+    opened = PartitionWriter(connection, transactional_id=f"{run_id}.import")
+    yield opened
+    opened.close()
+
+
+def record(offset: int) -> LoggedRecord:
+    """Return a record whose fields follow from its offset, nulls and empty ones among them."""
+    key, value = (None, b"", b"k%d" % offset)[offset % 3], (b"v%d" % offset, None, b"")[offset // 3 % 3]
+    headers = (("policy-version", b"%d" % offset), ("empty", b""), ("policy-version", None))[: offset % 4]
+    return LoggedRecord(offset, 1_600_000_000_000 + offset, key, value, headers)
+
+
+def test_every_record_gets_its_offset_back(connection: Connection, admin: Admin, make_topic: MakeTopic, writer: PartitionWriter) -> None:
+    topic = make_topic("copy", len(LAYOUTS), message_timestamp_type="CreateTime")
+    for partition, (offsets, end) in enumerate(LAYOUTS.values()):
+        writer.write(topic, partition, map(record, offsets), end=end)
+    places = [(topic, partition) for partition in range(len(LAYOUTS))]
+    begins, ends = admin.begin_offsets(places), admin.end_offsets(places)
+    reader = LogReader(connection)
+    for place, (offsets, end) in zip(places, LAYOUTS.values(), strict=True):
+        assert list(reader.stream_bytes({place: (0, end)})) == [record(offset) for offset in offsets]
+        assert (begins[place], ends[place]) == ((offsets or [end])[0], end)
+    reader.close()
+
+
+def test_appended_records_lie_behind_each_other(connection: Connection, make_topic: MakeTopic, writer: PartitionWriter) -> None:
+    topic = make_topic("copy", message_timestamp_type="CreateTime")
+    writer.append(topic, 0, map(record, [3, 9, 700]))
+    reader = LogReader(connection)
+    found = list(reader.stream_bytes({(topic, 0): (0, 3)}))
+    assert [item.offset for item in found] == [0, 1, 2]
+    assert [(item.timestamp_ms, item.key, item.value, item.headers) for item in found] == [
+        (item.timestamp_ms, item.key, item.value, item.headers) for item in map(record, [3, 9, 700])
+    ]
+    reader.close()
+
+
+def test_partition_that_is_not_empty_is_refused(producer: RecordProducer, make_topic: MakeTopic, writer: PartitionWriter) -> None:
+    topic = make_topic("copy", message_timestamp_type="CreateTime")
+    producer.write([OutRecord(topic, b"a stranger's", partition=0)])
+    with pytest.raises(BrokerError, match=r"@0: the record lies at 1; the partition was not empty, or somebody else writes to it"):
+        writer.write(topic, 0, [record(0)], end=1)

@@ -1,0 +1,404 @@
+"""A secured broker: each principal may do what its role needs and nothing else, and whoever is refused is told why."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from broker_steps import turn_until
+from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
+
+from relax_events.broker.admin import Admin
+from relax_events.broker.connection import Connection
+from relax_events.broker.consumer import GroupConsumer, LogReader
+from relax_events.broker.credentials import as_principal
+from relax_events.broker.embedded import EmbeddedBroker
+from relax_events.broker.leases import GroupLeases, ShareLeases
+from relax_events.broker.producer import RecordProducer
+from relax_events.broker.quotas import RATES, QuotaEntity, read_quotas, write_quotas
+from relax_events.broker.records import OutRecord
+from relax_events.broker.security.certificates import make_authority
+from relax_events.broker.security.folder import SecurityFolder
+from relax_events.broker.security.principals import PrincipalAdmin
+from relax_events.broker.transactions import TransactionalWriter
+from relax_events.cli.broker_security import quota, secure
+from relax_events.config import RunConfig
+from relax_events.control.quotas import quota_connection, quota_entities
+from relax_events.control.security import Renewal, admin_connection, apply_security, make_folder, plan_security
+from relax_events.control.topics.applying import apply_topics
+from relax_events.errors import AccessDenied, BrokerRefused, ConfigError, EnvironmentProblem
+from relax_events.topics import TopicPlan
+
+YEAR = timedelta(days=365)
+PATIENCE_SECONDS = 20.0
+REQUEST_SECONDS = 5.0
+IMPATIENT_SECONDS = 1.0
+FEW_SECONDS = 8.0  # an answer is due after the request timeout; the rest is a busy machine
+
+# Written down from the picture of the pipeline, not from the table under test. Every worker besides follows control and beats.
+COMMON_READS = {"control.schemas", "control.policy-versions", "control.commands"}
+COMMON_WRITES = {"control.schemas", "control.heartbeats", "control.metrics"}
+READS = {
+    "prompter": {"control.group-outcomes", "prompt.groups"},
+    "rollout": {"prompt.groups"},
+    "reward": {"rollout.samples"},
+    "reference": {"rollout.samples"},
+    "actor-forward": {"rollout.samples"},
+    "advantage": {"rollout.samples", "reward.scores", "reference.logprobs", "actor.logprobs"},
+    "trainer": {"advantage.samples", "control.train-steps", "control.group-outcomes"},
+    "controller": {"control.train-steps", "control.group-outcomes", "control.heartbeats", "control.metrics"},
+    "metrics": {"control.metrics", "control.train-steps"},
+}
+WRITES = {
+    "prompter": {"prompt.groups"},
+    "rollout": {"rollout.samples", "advantage.samples", "rollout.dead-letters"},
+    "reward": {"reward.scores", "reward.dead-letters"},
+    "reference": {"reference.logprobs", "reference.dead-letters"},
+    "actor-forward": {"actor.logprobs", "actor-forward.dead-letters"},
+    "advantage": {"advantage.samples", "advantage.dead-letters"},
+    "trainer": {"control.policy-versions", "control.train-steps", "control.group-outcomes", "trainer.dead-letters"},
+    "controller": {"control.commands"},
+    "metrics": set(),
+}
+
+
+@dataclass(frozen=True)
+class SecuredRun:
+    """A run on the module's broker, and connections to it as whoever is asked for."""
+
+    config: RunConfig
+
+    @property
+    def plan(self) -> TopicPlan:
+        return TopicPlan.of(self.config)
+
+    def as_(self, principal: str, *, worker: str = "") -> Connection:
+        return Connection.of(as_principal(self.config, principal).broker, client_id=f"{self.config.run.id}.{worker or principal}")
+
+    def changed(self, **broker: object) -> SecuredRun:
+        return SecuredRun(self.config.model_copy(update={"broker": self.config.broker.model_copy(update=broker)}))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("security")
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[EmbeddedBroker]:
+    make_folder(run_config("mine", folder, "unknown:1"), folder, lifetime=YEAR)
+    with EmbeddedBroker(tmp_path_factory.mktemp("node"), credentials=folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def mine(broker: EmbeddedBroker, folder: Path) -> SecuredRun:
+    return secured_run("mine", broker, folder)
+
+
+@pytest.fixture(scope="module")
+def neighbour(broker: EmbeddedBroker, folder: Path) -> SecuredRun:
+    return secured_run("neighbour", broker, folder)
+
+
+def run_config(run_id: str, folder: Path, bootstrap_servers: str) -> RunConfig:
+    broker = {"bootstrap_servers": bootstrap_servers, "credentials": folder, "request_timeout_seconds": REQUEST_SECONDS, "shards": 1}
+    return RunConfig.model_validate({"run": {"id": run_id}, "model": {"path": "m"}, "data": {"source": "jsonl:x"}, "broker": broker})
+
+
+def secured_run(run_id: str, broker: EmbeddedBroker, folder: Path) -> SecuredRun:
+    config = run_config(run_id, folder, broker.bootstrap_servers)
+    make_folder(config, folder, lifetime=YEAR)
+    apply_security(config, admin_connection(config))
+    run = SecuredRun(config)
+    apply_topics(config, Admin(run.as_("operator")))
+    return run
+
+
+def never() -> bool:
+    """What is waited for is an error."""
+    return False
+
+
+def entity_of(topic: str, run: SecuredRun) -> str:
+    return topic.removeprefix(run.plan.topic(""))
+
+
+def writable(run: SecuredRun, role: str) -> set[str]:
+    """Try to write a record to every topic of the run."""
+    producer = Producer(run.as_(role).settings(enable_idempotence=False))
+    answers: dict[str, KafkaError | None] = {}
+    for spec in run.plan.specs():
+        producer.produce(spec.name, b"x", key="k", on_delivery=lambda error, message: answers.update({message.topic(): error}))
+    assert producer.flush(PATIENCE_SECONDS) == 0
+    refused = {error.code() for error in answers.values() if error is not None}
+    assert refused <= {KafkaError.TOPIC_AUTHORIZATION_FAILED}
+    return {entity_of(topic, run) for topic, error in answers.items() if error is None}
+
+
+def readable(run: SecuredRun, role: str) -> set[str]:
+    """Try to read the first record of every topic; each has one."""
+    settings = run.as_(role).settings(group_id=f"relax.{run.config.run.id}.{role}-0.reader", auto_offset_reset="earliest", enable_auto_commit=False)
+    consumer = Consumer(settings)
+    shown = consumer.list_topics(timeout=PATIENCE_SECONDS).topics  # what a principal may not even know of never answers
+    specs = [spec for spec in run.plan.specs() if spec.name in shown]
+    consumer.assign([TopicPartition(spec.name, partition, 0) for spec in specs for partition in range(spec.num_partitions)])
+    found: set[str] = set()
+    silent = {spec.name for spec in specs}
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while silent:
+        assert time.monotonic() < deadline, f"nothing said of {silent}"
+        for message in consumer.consume(500, 0.1):
+            silent.discard(message.topic())
+            if message.error() is None:
+                found.add(entity_of(message.topic(), run))
+            else:
+                assert message.error().code() == KafkaError.TOPIC_AUTHORIZATION_FAILED
+    consumer.close()
+    return found
+
+
+def test_roles_may_write_what_the_picture_says_and_nothing_else(mine: SecuredRun) -> None:
+    assert {role: writable(mine, role) for role in WRITES} == {role: COMMON_WRITES | entities for role, entities in WRITES.items()}
+
+
+def test_roles_may_read_what_the_picture_says_and_nothing_else(mine: SecuredRun) -> None:
+    RecordProducer(mine.as_("operator")).write(OutRecord(spec.name, b"x", key="k") for spec in mine.plan.specs())
+    assert {role: readable(mine, role) for role in READS} == {role: COMMON_READS | entities for role, entities in READS.items()}
+
+
+def test_forged_announcement_is_refused_and_leaves_nothing_on_the_log(mine: SecuredRun) -> None:
+    topic = mine.plan.topic("control.policy-versions")
+    before = Admin(mine.as_("operator")).end_offsets([(topic, 0)])
+    with pytest.raises(AccessDenied, match=r"TOPIC_AUTHORIZATION_FAILED.*relax broker secure CONFIG --apply"):
+        RecordProducer(mine.as_("rollout")).write([OutRecord(topic, b"version 99, tensors of mine")])
+    assert Admin(mine.as_("operator")).end_offsets([(topic, 0)]) == before
+
+
+def test_stolen_transactional_id_is_refused_and_the_owner_goes_on(mine: SecuredRun) -> None:
+    owner = TransactionalWriter(mine.as_("trainer"), transactional_id=mine.plan.transactional_id("trainer"))
+    with pytest.raises(AccessDenied, match="TRANSACTIONAL_ID_AUTHORIZATION_FAILED"):
+        TransactionalWriter(mine.as_("rollout"), transactional_id=mine.plan.transactional_id("trainer"))
+    owner.commit([OutRecord(mine.plan.topic("control.train-steps"), b"x")])
+    owner.close()
+
+
+@pytest.mark.parametrize("leases", [ShareLeases, GroupLeases])
+def test_worker_that_may_not_lease_is_told_so(mine: SecuredRun, leases: Callable[..., ShareLeases | GroupLeases]) -> None:
+    connection = mine.as_("reward")
+    source = leases(connection, group=mine.plan.consumer_group("rollout"), topic=mine.plan.topic("prompt.groups"), lanes=1, on_lease=lambda _: None)
+    with pytest.raises(AccessDenied, match="AUTHORIZATION_FAILED"):
+        turn_until(never, connection.refusals.check)
+    source.close()
+
+
+def test_member_of_anothers_group_is_refused(mine: SecuredRun) -> None:
+    consumer = GroupConsumer(mine.as_("metrics"), consumer_group=mine.plan.consumer_group("reward"), topics=[mine.plan.topic("control.metrics")])
+    with pytest.raises(AccessDenied, match="GROUP_AUTHORIZATION_FAILED"):
+        turn_until(never, lambda: consumer.fetch(timeout_seconds=0.2))
+    consumer.close()
+
+
+def test_reader_looks_and_changes_nothing(mine: SecuredRun) -> None:
+    looking, topic = Admin(mine.as_("reader")), mine.plan.topic("rollout.samples")
+    assert len(looking.topics(mine.plan.topic(""))) == len(mine.plan.specs())
+    assert looking.committed(mine.plan.consumer_group("trainer"), [(topic, 0)]) == {}
+    refused: list[Callable[[], object]] = [
+        lambda: RecordProducer(mine.as_("reader")).write([OutRecord(topic, b"x")]),
+        lambda: looking.delete([topic]),
+        lambda: looking.alter_topic(topic, {"retention.ms": "1"}),
+        lambda: looking.alter_group(mine.plan.consumer_group("reward"), {"consumer.session.timeout.ms": "45000"}),
+        lambda: looking.create(mine.plan.specs()),
+    ]
+    for change in refused:
+        with pytest.raises(BrokerRefused, match="AUTHORIZATION_FAILED"):
+            change()
+    assert len(looking.topics(mine.plan.topic(""))) == len(mine.plan.specs())
+
+
+def test_principal_of_one_run_does_not_see_nor_touch_another(mine: SecuredRun, neighbour: SecuredRun) -> None:
+    for principal in ("operator", "reader", "trainer"):
+        shown = {place.topic for place in Admin(mine.as_(principal)).partitions("")}
+        assert shown
+        assert [name for name in shown if not name.startswith(mine.plan.topic(""))] == []
+    topic, impatient = neighbour.plan.topic("control.commands"), mine.changed(request_timeout_seconds=IMPATIENT_SECONDS)
+    with pytest.raises(AccessDenied, match="TOPIC_AUTHORIZATION_FAILED"):
+        RecordProducer(mine.as_("operator")).write([OutRecord(topic, b"stop")])
+    with pytest.raises(AccessDenied, match="TOPIC_AUTHORIZATION_FAILED"):
+        LogReader(mine.as_("operator")).watermarks(topic, 0)
+    with pytest.raises(AccessDenied, match="TOPIC_AUTHORIZATION_FAILED"):
+        LogReader(mine.as_("operator"), start={(topic, 0): 0})
+    with pytest.raises(AccessDenied, match="GROUP_AUTHORIZATION_FAILED"):
+        Admin(impatient.as_("operator")).committed(neighbour.plan.consumer_group("reward"), [(mine.plan.topic("rollout.samples"), 0)])
+    with pytest.raises(AccessDenied):
+        TransactionalWriter(mine.as_("operator"), transactional_id=neighbour.plan.transactional_id("trainer"))
+
+
+def wrong_password(run: SecuredRun, place: Path) -> SecuredRun:
+    (place / "password").write_text("not the password\n")
+    ca_file = SecurityFolder(credentials(run)).ca_file
+    return run.changed(credentials=None, username="relax.mine.operator", password_file=place / "password", ca_file=ca_file)
+
+
+def unknown_user(run: SecuredRun, place: Path) -> SecuredRun:
+    return wrong_password(run, place).changed(username="relax.mine.nobody")
+
+
+def wrong_authority(run: SecuredRun, place: Path) -> SecuredRun:
+    (place / "ca.pem").write_bytes(make_authority(lifetime=YEAR).certificate)
+    return run.changed(ca_file=place / "ca.pem")
+
+
+def no_tls(run: SecuredRun, place: Path) -> SecuredRun:
+    return run.changed(credentials=None)
+
+
+def credentials(run: SecuredRun) -> Path:
+    assert run.config.broker.credentials is not None
+    return run.config.broker.credentials
+
+
+INTRUDERS = {
+    wrong_password: r"user 'relax.mine.operator' was not let in; .*broker.password_file",
+    unknown_user: r"user 'relax.mine.nobody' was not let in; .*relax broker secure CONFIG --apply",
+    wrong_authority: r"certificate of the broker at .* can't be trusted: (self-signed|unable to get local issuer) certificate.*broker.ca_file",
+    no_tls: r"the broker at .* speaks TLS and this client does not; set broker.credentials",
+}
+
+
+@pytest.mark.parametrize(("disguise", "text"), INTRUDERS.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_intruder_is_told_why_within_the_request_timeout(
+    mine: SecuredRun, tmp_path: Path, disguise: Callable[[SecuredRun, Path], SecuredRun], text: str
+) -> None:
+    connection = disguise(mine.changed(request_timeout_seconds=IMPATIENT_SECONDS), tmp_path).as_("operator")
+    attempts: list[Callable[[], object]] = [
+        lambda: Admin(connection).ping(timeout_seconds=IMPATIENT_SECONDS),
+        lambda: TransactionalWriter(connection, transactional_id=mine.plan.transactional_id("trainer")),
+    ]
+    for attempt in attempts:
+        started = time.monotonic()
+        with pytest.raises(AccessDenied, match=text):
+            attempt()
+        assert time.monotonic() - started < FEW_SECONDS
+
+
+def test_writer_and_reader_with_a_wrong_password_end_instead_of_waiting_for_ever(mine: SecuredRun, tmp_path: Path) -> None:
+    intruder, topic = wrong_password(mine.changed(request_timeout_seconds=IMPATIENT_SECONDS), tmp_path), mine.plan.topic("control.commands")
+    started = time.monotonic()
+    with pytest.raises(AccessDenied, match="was not let in"):
+        RecordProducer(intruder.as_("operator")).write([OutRecord(topic, b"x")])
+    reader = LogReader(intruder.as_("operator"), start={(topic, 0): 0})
+    with pytest.raises(AccessDenied, match="was not let in"):
+        turn_until(never, lambda: reader.fetch(timeout_seconds=0.2))
+    reader.close()
+    assert time.monotonic() - started < 2 * FEW_SECONDS
+
+
+def test_command_line_ends_with_the_exit_code_of_a_refusal(mine: SecuredRun, tmp_path: Path) -> None:
+    run_file, intruder = tmp_path / "run.json", wrong_password(mine, tmp_path)
+    run_file.write_text(intruder.config.model_dump_json())
+    command = [sys.executable, "-m", "relax_events.cli", "topics", "plan", str(run_file)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+    assert (ended.returncode, ended.stdout) == (AccessDenied.exit_code, "") == (4, "")
+    assert "error: reaching" in ended.stderr
+    assert "user 'relax.mine.operator' was not let in" in ended.stderr
+    assert "not the password" not in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_commands_show_what_they_would_do_and_ask_before_they_do_it(
+    neighbour: SecuredRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_file, folder = tmp_path / "run.json", credentials(neighbour)
+    run_file.write_text(neighbour.config.model_dump_json())
+    entity = QuotaEntity("user", "relax.neighbour.metrics")
+    monkeypatch.setattr("builtins.input", lambda _: "n")
+    assert secure(run_file, out=folder, apply=True) == 6
+    assert secure(run_file, out=folder, apply=True, yes=True) == 0
+    assert quota(run_file, bytes_per_second=5e6) == 6
+    assert quota(run_file, bytes_per_second=5e6, dry_run=True) == 0
+    assert read_quotas(quota_connection(neighbour.config), [entity]) == {}
+    assert quota(run_file, bytes_per_second=5e6, yes=True) == 0
+    assert read_quotas(quota_connection(neighbour.config), [entity]) == {entity: dict.fromkeys(RATES, 5e6)}
+    assert quota(run_file, lift=True, yes=True) == 0
+    assert read_quotas(quota_connection(neighbour.config), [entity]) == {}
+    shown = capsys.readouterr().out
+    assert re.search(r"set +relax.neighbour.trainer +password of the folder", shown)
+    assert re.search(r"relax.neighbour.metrics +none +none +5000000.0", shown)
+    with pytest.raises(ConfigError, match=r"bytes_per_second must be above 0 and go without --lift, got -1"):
+        quota(run_file, bytes_per_second=-1)
+
+
+def test_cluster_has_what_the_folder_says_and_changes_only_what_differs(mine: SecuredRun) -> None:
+    admin = admin_connection(mine.config)
+    changes = plan_security(mine.config, admin)
+    assert (changes.missing, changes.surplus, changes.strangers) == ([], [], [])
+    granted = PrincipalAdmin(admin).changes("relax.mine.", (), ())
+    lost, kept = granted.surplus[0], granted.surplus[1:]
+    PrincipalAdmin(admin).apply(PrincipalAdmin(admin).changes("relax.mine.", kept, changes.users), password_of=password_in(mine))
+    assert plan_security(mine.config, admin).missing == [lost]
+    apply_security(mine.config, admin)
+    assert plan_security(mine.config, admin).missing == []
+
+
+def test_renewed_password_holds_and_the_old_one_does_not(neighbour: SecuredRun, tmp_path: Path) -> None:
+    folder = SecurityFolder(credentials(neighbour))
+    old = tmp_path / "old"
+    old.write_bytes(folder.password_file("relax.neighbour.reader").read_bytes())
+    make_folder(neighbour.config, folder.path, lifetime=YEAR, renewal=Renewal(passwords=True))
+    apply_security(neighbour.config, admin_connection(neighbour.config))
+    assert Admin(neighbour.as_("reader")).ping(timeout_seconds=PATIENCE_SECONDS) == 1
+    late = neighbour.changed(credentials=None, username="relax.neighbour.reader", password_file=old, ca_file=folder.ca_file)
+    with pytest.raises(AccessDenied, match="was not let in"):
+        Admin(late.as_("reader")).ping(timeout_seconds=IMPATIENT_SECONDS)
+
+
+def password_in(run: SecuredRun) -> Callable[[str], str]:
+    return lambda user: SecurityFolder(credentials(run)).password_file(user).read_text()
+
+
+def test_throttled_run_leaves_the_other_its_pace(mine: SecuredRun, neighbour: SecuredRun) -> None:
+    assert [entity.kind for entity in quota_entities(mine.config)] == ["user"] * len(WRITES)
+    throttled = QuotaEntity("user", "relax.neighbour.rollout")
+    write_quotas(quota_connection(mine.config), [throttled], bytes_per_second=100_000)
+    assert read_quotas(quota_connection(mine.config), quota_entities(neighbour.config)) == {throttled: dict.fromkeys(RATES, 100_000.0)}
+    held_back = {run.config.run.id: seconds_held_back(run, num_bytes=1_200_000) for run in (neighbour, mine)}
+    write_quotas(quota_connection(mine.config), [throttled], bytes_per_second=None)
+    assert read_quotas(quota_connection(mine.config), [throttled]) == {}
+    assert held_back["neighbour"] > 0
+    assert held_back["mine"] == 0
+
+
+def seconds_held_back(run: SecuredRun, *, num_bytes: int) -> float:
+    """Write records one by one and sum up for how long the broker says that it holds the answers back."""
+    pauses: list[float] = []
+    settings = run.as_("rollout").settings() | {"throttle_cb": lambda event: pauses.append(event.throttle_time)}
+    producer = Producer(settings)
+    for _ in range(6):
+        producer.produce(run.plan.topic("rollout.samples"), b"x" * (num_bytes // 6), partition=0)
+        assert producer.flush(PATIENCE_SECONDS) == 0
+    return sum(pauses)
+
+
+def test_quota_may_be_set_by_the_super_user_only(mine: SecuredRun, tmp_path: Path) -> None:
+    with pytest.raises(BrokerRefused, match="only a super user"):
+        write_quotas(mine.as_("operator"), [QuotaEntity("user", "relax.neighbour.trainer")], bytes_per_second=1)
+    with pytest.raises(BrokerRefused, match="was not let in"):
+        read_quotas(unknown_user(mine, tmp_path).as_("x"), [])
+
+
+def test_broker_made_without_security_is_not_closed_by_surprise(tmp_path: Path, folder: Path, broker: EmbeddedBroker) -> None:
+    data = tmp_path / "node/data"
+    data.mkdir(parents=True)
+    (data / "meta.properties").write_text("version=1\n")
+    with pytest.raises(EnvironmentProblem, match="was made without security and has no users"):
+        EmbeddedBroker(tmp_path / "node", credentials=folder).start()
+    assert broker.state is not None
+    assert broker.state.credentials == str(folder)  # so that a start without the key keeps it closed

@@ -1,0 +1,368 @@
+"""Kafka in memory, behind the client's classes as `relax_events.broker` uses them: deterministic, and with a crash behind every call.
+
+It keeps what the product's promises rest on: offsets, committed positions, transactions with markers and read_committed,
+fencing by transactional id, consumer groups whose stale members are refused. Whoever makes a client is its process; a
+process that dies does so at a broker call, before or after the call took effect, and takes its unsent records with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from confluent_kafka import OFFSET_BEGINNING, OFFSET_INVALID, KafkaError, KafkaException, TopicPartition
+
+Place = tuple[str, int]
+Headers = Sequence[tuple[str, bytes]]
+
+
+class Killed(BaseException):
+    """The process is no more; nothing of it may run on."""
+
+
+@dataclass(slots=True)
+class Process:
+    """Who makes broker calls. Each call passes it twice, and it dies at the pass that `passes_left` counts down to."""
+
+    name: str
+    is_dead: bool = False
+    passes_left: int = 0
+    lost_report: bool = False
+    lost_commit: bool = False
+    unsure_commit: str = ""
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Surround the effect of one broker call."""
+        self._pass()
+        yield
+        self._pass()
+
+    def _pass(self) -> None:
+        if self.passes_left:
+            self.passes_left -= 1
+            self.is_dead = self.passes_left == 0
+        if self.is_dead:
+            raise Killed(self.name)
+
+    def heal(self) -> None:
+        """Take back the faults that have not happened yet."""
+        self.passes_left, self.lost_report, self.lost_commit, self.unsure_commit = 0, False, False, ""
+
+
+@dataclass(slots=True, eq=False)
+class Transaction:
+    """Open until it is committed or aborted."""
+
+    state: str = "open"
+    places: dict[Place, None] = field(default_factory=dict)
+    offsets: dict[str, dict[Place, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What lies at an offset: a record, or the marker that ends a transaction."""
+
+    place: Place
+    offset: int
+    key: bytes | None
+    stored: bytes | None
+    carried: Headers
+    transaction: Transaction | None
+    is_marker: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMessage:
+    """An entry, or an error, as the client hands it over."""
+
+    place: Place
+    entry: Entry | None = None
+    failure: KafkaError | None = None
+
+    def topic(self) -> str:
+        return self.place[0]
+
+    def partition(self) -> int:
+        return self.place[1]
+
+    def offset(self) -> int:
+        return self.entry.offset if self.entry else OFFSET_INVALID
+
+    def error(self) -> KafkaError | None:
+        return self.failure
+
+    def key(self) -> bytes | None:
+        return self.entry.key if self.entry else None
+
+    def value(self) -> bytes | None:
+        return self.entry.stored if self.entry else None
+
+    def headers(self) -> Headers:
+        return self.entry.carried if self.entry else ()
+
+    def timestamp(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+class MemoryKafka:
+    """The cluster: partitions, groups, transactional ids. `current` is the process on whose behalf clients are made."""
+
+    def __init__(self) -> None:
+        self.partitions: dict[Place, list[Entry]] = {}
+        self.committed: dict[str, dict[Place, int]] = {}
+        self.members: dict[str, list[MemoryConsumer]] = {}
+        self.epochs: dict[str, int] = {}
+        self.open: dict[str, Transaction] = {}
+        self.current = Process("nobody")
+
+    def create(self, topic: str, num_partitions: int) -> None:
+        """Make a topic."""
+        for partition in range(num_partitions):
+            self.partitions[topic, partition] = []
+
+    def append(
+        self, place: Place, *, key: bytes | None, value: bytes | None, headers: Headers = (), transaction: Transaction | None = None
+    ) -> None:
+        """Write a record."""
+        entries = self.partitions[place]
+        entries.append(Entry(place, len(entries), key, value, headers, transaction))
+        if transaction is not None:
+            transaction.places[place] = None
+
+    def stable_end(self, place: Place) -> int:
+        """Return the offset up to which readers of committed records may read."""
+        open_ones = (entry.offset for entry in self.partitions[place] if entry.transaction is not None and entry.transaction.state == "open")
+        return next(open_ones, len(self.partitions[place]))
+
+    def visible(self, place: Place, offset: int) -> Iterator[Entry]:
+        """Give the committed records from an offset on."""
+        for entry in self.partitions[place][offset : self.stable_end(place)]:
+            if not entry.is_marker and (entry.transaction is None or entry.transaction.state == "committed"):
+                yield entry
+
+    def end_transaction(self, transactional_id: str, state: str) -> None:
+        """Commit or abort what the id has open."""
+        transaction = self.open.pop(transactional_id, None)
+        if transaction is None:
+            return
+        transaction.state = state
+        for place in transaction.places:
+            entries = self.partitions[place]
+            entries.append(Entry(place, len(entries), None, None, (), None, is_marker=True))
+        if state == "committed":
+            for group, offsets in transaction.offsets.items():
+                self.committed.setdefault(group, {}).update(offsets)
+
+    def lapse(self, process: Process) -> None:
+        """Let the sessions of a process's group members time out."""
+        for group in self.members.values():
+            group[:] = [member for member in group if member.process is not process]
+
+
+class MemoryAdmin:
+    """What the trainer asks of the admin client."""
+
+    def __init__(self, kafka: MemoryKafka) -> None:
+        self._kafka, self._process = kafka, kafka.current
+
+    def end_offsets(self, places: Sequence[Place]) -> dict[Place, int]:
+        with self._process.call():
+            return {place: len(self._kafka.partitions[place]) for place in places}
+
+
+class MemoryProducer:
+    """An idempotent or transactional producer. Plain records leave the client at `flush`; a dying one takes the newer half with it."""
+
+    def __init__(self, kafka: MemoryKafka, settings: dict[str, Any]) -> None:
+        self._kafka, self._process = kafka, kafka.current
+        self._id: str = settings.get("transactional.id", "")
+        self._epoch = 0
+        self._buffer: list[tuple[Place, dict[str, Any], Callable[..., None]]] = []
+
+    def produce(
+        self, topic: str, *, value: bytes | None, key: bytes | None, headers: Headers, on_delivery: Callable[..., None], partition: int = 0
+    ) -> None:
+        fields = {"key": key, "value": value, "headers": headers}
+        if not self._id:
+            self._buffer.append(((topic, partition), fields, on_delivery))
+        elif self._kafka.epochs[self._id] == self._epoch:
+            with self._process.call():
+                self._kafka.append((topic, partition), **fields, transaction=self._kafka.open[self._id])
+
+    def poll(self, timeout: float) -> int:
+        return 0
+
+    def flush(self, timeout: float) -> int:
+        try:
+            with self._process.call():
+                self._deliver(len(self._buffer))
+        except Killed:
+            self._deliver(len(self._buffer) // 2)
+            self.purge()
+            raise
+        return 0
+
+    def purge(self) -> None:
+        self._buffer.clear()
+
+    def _deliver(self, count: int) -> None:
+        leaving, self._buffer = self._buffer[:count], self._buffer[count:]
+        for place, fields, on_delivery in leaving:
+            self._kafka.append(place, **fields)
+            if self._process.lost_report:  # it is on the log, and we are told that nobody knows
+                self._process.lost_report = False
+                on_delivery(KafkaError(KafkaError._MSG_TIMED_OUT), MemoryMessage(place))
+            else:
+                on_delivery(None, MemoryMessage(place))
+
+    def init_transactions(self, timeout: float) -> None:
+        with self._process.call():
+            self._epoch = self._kafka.epochs[self._id] = self._kafka.epochs.get(self._id, 0) + 1
+            self._kafka.end_transaction(self._id, "aborted")
+
+    def begin_transaction(self) -> None:
+        self._refuse_zombie()
+        with self._process.call():
+            self._kafka.open[self._id] = Transaction()
+
+    def send_offsets_to_transaction(self, positions: Sequence[TopicPartition], group: str, timeout: float) -> None:
+        """Called in a thread of its own, so it can't kill: the next call will."""
+        if self._kafka.epochs[self._id] == self._epoch:
+            offsets = {(position.topic, position.partition): position.offset for position in positions}
+            self._kafka.open[self._id].offsets.setdefault(group, {}).update(offsets)
+
+    def commit_transaction(self, timeout: float) -> None:
+        self._refuse_zombie()
+        unsure, self._process.unsure_commit = self._process.unsure_commit, ""
+        with self._process.call():
+            if unsure != "not done":
+                self._kafka.end_transaction(self._id, "committed")
+        if unsure:
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, retriable=True))
+
+    def _refuse_zombie(self) -> None:
+        if self._kafka.epochs[self._id] != self._epoch:
+            raise KafkaException(KafkaError(KafkaError._FENCED, fatal=True))
+
+
+class MemoryConsumer:
+    """A group member with the range assignor, or a reader of chosen partitions; both see committed records only."""
+
+    def __init__(self, kafka: MemoryKafka, settings: dict[str, Any]) -> None:
+        self._kafka, self.process = kafka, kafka.current
+        self._group: str = settings["group.id"]
+        self._tells_ends: bool = settings.get("enable.partition.eof", False)
+        self._positions: dict[Place, int] = {}
+        self._told: dict[Place, int] = {}
+        self._paused: set[Place] = set()
+        self._topics: list[str] = []
+        self._callbacks: dict[str, Callable[..., None]] = {}
+
+    def subscribe(self, topics: list[str], **callbacks: Callable[..., None]) -> None:
+        self._topics, self._callbacks = topics, callbacks
+        self._kafka.members.setdefault(self._group, []).append(self)
+
+    def poll(self, timeout: float) -> MemoryMessage | None:
+        if self._topics:
+            self._rebalance()
+        return next(iter(self.consume(1, timeout)), None)
+
+    def consume(self, count: int, timeout: float) -> list[MemoryMessage]:
+        with self.process.call():
+            return [message for _, message in zip(range(count), self._messages(), strict=False)]
+
+    def _messages(self) -> Iterator[MemoryMessage]:
+        """Give what there is, and move on as each is taken."""
+        for place in [place for place in self._positions if place not in self._paused]:
+            for entry in self._kafka.visible(place, self._positions[place]):
+                self._positions[place] = entry.offset + 1
+                yield MemoryMessage(place, entry)
+            end = self._kafka.stable_end(place)
+            if self._tells_ends and self._told.get(place) != end:
+                self._told[place] = end
+                yield MemoryMessage(place, failure=KafkaError(KafkaError._PARTITION_EOF))
+
+    def _rebalance(self) -> None:
+        """Take part in one round: give back what others should have, then take what nobody holds."""
+        members = self._kafka.members[self._group]
+        held = set(self._positions)
+        if self not in members:
+            self._paused.clear()
+            self._call("on_lost", held)
+            members.append(self)
+            return
+        target = self._target(members)
+        self._call("on_revoke", held - target)
+        of_others = {place for member in members if member is not self for place in member._positions}
+        self._call("on_assign", target - held - of_others)
+
+    def _target(self, members: list[MemoryConsumer]) -> set[Place]:
+        places = sorted(place for place in self._kafka.partitions if place[0] in self._topics)
+        count = 1 + max(partition for _, partition in places)
+        mine = members.index(self)
+        return {place for place in places if place[1] * len(members) // count == mine}
+
+    def _call(self, name: str, places: set[Place]) -> None:
+        if places:
+            self._callbacks[name](self, [TopicPartition(*place) for place in sorted(places)])
+
+    def commit(self, offsets: list[TopicPartition], *, asynchronous: bool) -> None:
+        with self.process.call():
+            if self._topics and self not in self._kafka.members[self._group]:
+                if asynchronous:
+                    return
+                raise KafkaException(KafkaError(KafkaError.UNKNOWN_MEMBER_ID))
+            if self.process.lost_commit:
+                self.process.lost_commit = False
+                return
+            self._kafka.committed.setdefault(self._group, {}).update({(one.topic, one.partition): one.offset for one in offsets})
+
+    def committed(self, partitions: list[TopicPartition], timeout: float) -> list[TopicPartition]:
+        with self.process.call():
+            known = self._kafka.committed.get(self._group, {})
+            return [TopicPartition(one.topic, one.partition, known.get((one.topic, one.partition), OFFSET_INVALID)) for one in partitions]
+
+    def assign(self, partitions: list[TopicPartition]) -> None:
+        self._positions, self._told = {}, {}
+        self.incremental_assign(partitions)
+
+    def incremental_assign(self, partitions: list[TopicPartition]) -> None:
+        for one in partitions:
+            self._positions[one.topic, one.partition] = 0 if one.offset == OFFSET_BEGINNING else one.offset
+
+    def incremental_unassign(self, partitions: list[TopicPartition]) -> None:
+        for one in partitions:
+            self._positions.pop((one.topic, one.partition), None)
+
+    def seek(self, position: TopicPartition) -> None:
+        self._positions[position.topic, position.partition] = position.offset
+
+    def assignment(self) -> list[TopicPartition]:
+        return [TopicPartition(*place) for place in self._positions]
+
+    def pause(self, partitions: list[TopicPartition]) -> None:
+        self._paused |= {(one.topic, one.partition) for one in partitions}
+
+    def resume(self, partitions: list[TopicPartition]) -> None:
+        self._paused -= {(one.topic, one.partition) for one in partitions}
+
+    def get_watermark_offsets(self, partition: TopicPartition, timeout: float) -> tuple[int, int]:
+        with self.process.call():
+            return 0, self._kafka.stable_end((partition.topic, partition.partition))
+
+    def list_topics(self, topic: str, timeout: float) -> SimpleNamespace:
+        with self.process.call():
+            partitions = {place[1]: None for place in self._kafka.partitions if place[0] == topic}
+            return SimpleNamespace(topics={topic: SimpleNamespace(error=None, partitions=partitions)})
+
+    def consumer_group_metadata(self) -> str:
+        return self._group
+
+    def close(self) -> None:
+        if self._topics and self in self._kafka.members[self._group]:
+            self._call("on_revoke", set(self._positions))
+            self._kafka.members[self._group].remove(self)

@@ -1,0 +1,302 @@
+"""A run whose roles are the product's own loops, over Kafka in memory, one turn at a time.
+
+Each process is a thread, but only one ever runs: it is handed the turn, and hands it back from the tick that every work
+loop makes once a round. So whoever calls `turn` decides the interleaving, and the same calls give the same run.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import event_samples
+import pytest
+import structlog
+import torch
+from memory_kafka import Killed, MemoryAdmin, MemoryConsumer, MemoryKafka, MemoryProducer, Process
+
+from relax_events.broker import consumer, producer, transactions
+from relax_events.broker.records import OutRecord
+from relax_events.config import RunConfig
+from relax_events.control.ledger import Ledger
+from relax_events.data.rows import PromptRow
+from relax_events.errors import BrokerError, CorruptRecord, SchemaError
+from relax_events.events.codec import EventCodec
+from relax_events.events.types import ChatMessage, Event, PromptGroupIssued, SampleReady, SampleRolledOut, SampleScored
+from relax_events.objects import ObjectStore
+from relax_events.pipeline import control, map_role, worker
+from relax_events.pipeline.map_role import MapRole
+from relax_events.pipeline.worker import Worker
+from relax_events.topics import TopicPlan
+from relax_events.training import commit
+from relax_events.training.protocol import StepFigures, TrainerState
+from relax_events.training.ranks import SingleRank
+from workers import advantage, prompter, trainer
+from workers.opening import StoreClaimCheck
+
+SETTINGS = {
+    "run": {"id": "simulated", "num_steps": 5, "groups_per_step": 2, "samples_per_prompt": 2, "max_staleness": 1},
+    "model": {"path": "model"},
+    "data": {"source": "jsonl:rows"},
+    "broker": {"shards": 2, "queue_partitions": 1},
+    "workers": {"beat_seconds": 3600},
+    "trainer": {"checkpoint_every": 1_000_000},
+}
+LEDGER_TOPICS = ("prompt.groups", "rollout.samples", "control.policy-versions", "control.train-steps", "control.group-outcomes")
+UNSCORABLE = "unscorable"
+
+
+class Endpoint:
+    """Serves nobody."""
+
+    port = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class SimulatedProcess:
+    """A worker process that lives from turn to turn."""
+
+    running: SimulatedProcess | None = None
+
+    def __init__(self, kafka: MemoryKafka, name: str, main: Callable[[SimulatedProcess], None]) -> None:
+        self.process, self._kafka, self._main = Process(name), kafka, main
+        self.worker: Worker | None = None
+        self.failure: BaseException | None = None
+        self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive() and not self.process.is_dead
+
+    def turn(self) -> None:
+        """Let the process run to its next tick, or to its end."""
+        SimulatedProcess.running, self._kafka.current = self, self.process
+        self._mine.release()
+        assert self._theirs.acquire(timeout=30), f"{self.process.name} hangs:\n{self._stack()}"
+        if self.failure is not None:
+            raise self.failure
+
+    def _stack(self) -> str:
+        return "".join(traceback.format_stack(sys._current_frames()[self._thread.ident or 0]))
+
+    def hand_back(self) -> None:
+        """Called by the process itself, between two rounds of its loop."""
+        self._theirs.release()
+        self._mine.acquire()
+        if self.process.is_dead:
+            raise Killed(self.process.name)
+
+    def kill(self) -> None:
+        """End the process between two rounds."""
+        self.process.is_dead = True
+        while self._thread.is_alive():
+            self._mine.release()
+            self._thread.join(0.01)
+
+    def _run(self) -> None:
+        self._mine.acquire()
+        try:
+            if not self.process.is_dead:
+                self._main(self)
+        except (Killed, BrokerError):  # SIGKILL, or the worker's own end after an error that a restart mends
+            self.process.is_dead = True
+        except BaseException as error:  # handed to whoever gave us the turn
+            self.failure = error
+        finally:
+            self._theirs.release()
+
+
+class HashingBackend:
+    """A trainer backend whose weights tell which samples were trained in which order."""
+
+    vocab_size = 100
+
+    def __init__(self) -> None:
+        self.policy_version, self._digest, self._names = 0, 0, []
+        self._names: list[str] = []
+
+    def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
+        self._names += [sample.sample_id for sample in micro_batch]
+
+    def step(self) -> StepFigures:
+        self._digest = zlib.crc32(" ".join(self._names).encode(), self._digest)
+        self.policy_version, self._names = self.policy_version + 1, []
+        return StepFigures(**dict.fromkeys(StepFigures.__dataclass_fields__, 0))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {"digest": torch.tensor([self.policy_version, self._digest])}
+
+    def state(self) -> TrainerState:
+        return TrainerState(policy_version=self.policy_version, tensors={f"model.{name}": tensor for name, tensor in self.weights().items()})
+
+    def load_state(self, state: TrainerState) -> None:
+        raise AssertionError("weights that replay made differ from those that were published")
+
+
+class Prompts:
+    """An endless stream of prompts."""
+
+    def __getitem__(self, row: int) -> PromptRow:
+        return PromptRow(messages=[ChatMessage.of_text("user", f"row {row}")], answer=UNSCORABLE if row % 7 == 5 else "", metadata="{}")
+
+
+class SimulatedRun:
+    """The processes of a run, and what lies on its log."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **run: Any) -> None:
+        self.config = RunConfig.model_validate({**SETTINGS, "run": SETTINGS["run"] | run})
+        self.kafka, self.plan, self.codec = MemoryKafka(), TopicPlan.of(self.config), EventCodec()
+        self.store = ObjectStore.open("memory://")
+        for spec in self.plan.specs():
+            self.kafka.create(spec.name, spec.num_partitions)
+        self.ledger = Ledger(self.config.run.max_staleness)
+        self._read: dict[tuple[str, int], int] = {}
+        self._put_in(monkeypatch)
+        self.processes: dict[str, SimulatedProcess] = {}
+        self.open_leases: dict[int, PromptGroupIssued] = {}
+        self.kafka.current = Process("rollout")
+        self.engine = self._worker("rollout", 0)
+
+    def _put_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Take the real client's place, and every wait's."""
+        structlog.configure(processors=[], logger_factory=structlog.ReturnLoggerFactory())
+        monkeypatch.setattr(consumer, "Consumer", partial(MemoryConsumer, self.kafka))
+        monkeypatch.setattr(producer, "Producer", partial(MemoryProducer, self.kafka))
+        monkeypatch.setattr(transactions, "Producer", partial(MemoryProducer, self.kafka))
+        monkeypatch.setattr(commit, "Admin", lambda _: MemoryAdmin(self.kafka))
+        monkeypatch.setattr(worker, "WorkerEndpoint", Endpoint)
+        monkeypatch.setattr(worker, "configure_logs", lambda *_, **__: None)
+        monkeypatch.setattr(control.ControlFollower, "_follow", lambda _: None)
+        monkeypatch.setattr(control.ControlFollower, "wait_for_version", _wait_for_version)
+        monkeypatch.setattr(Worker, "tick", _tick)
+        for module in (map_role, prompter, advantage, trainer):
+            monkeypatch.setattr(module, "IDLE_SECONDS", 0)
+
+    def _worker(self, role: str, index: int) -> Worker:
+        claim_check = StoreClaimCheck(self.store, inline_max_bytes=self.config.objects.inline_max_bytes)
+        follow = ("control.group-outcomes",) if role == "prompter" else ()
+        return Worker(role, self.config, claim_check=claim_check, index=index, follow=follow)
+
+    def start(self, role: str, index: int = 0) -> str:
+        """Start a process of a role; one of the same name that lives on becomes nobody's."""
+        mains = {"prompter": self._prompter, "reward": self._reward, "advantage": self._advantage, "trainer": self._trainer}
+        name = f"{role}-{index}"
+
+        def main(process: SimulatedProcess) -> None:
+            with self._worker(role, index) as opened:
+                process.worker = opened
+                mains[role](opened)
+
+        self.processes[name] = SimulatedProcess(self.kafka, name, main)
+        return name
+
+    def _prompter(self, opened: Worker) -> None:
+        prompter.PrompterLoop(opened, Prompts()).run()
+
+    def _advantage(self, opened: Worker) -> None:
+        advantage.AdvantageLoop(opened).run()
+
+    def _trainer(self, opened: Worker) -> None:
+        trainer.TrainLoop(opened, HashingBackend(), SingleRank(), self.store).run()
+
+    def _reward(self, opened: Worker) -> None:
+        def score(samples: Sequence[SampleRolledOut]) -> list[OutRecord]:
+            return [self._scored(opened, sample) for sample in samples]
+
+        MapRole(opened, score).run()
+
+    def _scored(self, opened: Worker, sample: SampleRolledOut) -> OutRecord:
+        failed = sample.answer == UNSCORABLE
+        scored = SampleScored(
+            sample_id=sample.sample_id,
+            prompt_group_id=sample.prompt_group_id,
+            policy_version=sample.policy_version,
+            reward=None if failed else zlib.crc32(sample.sample_id.encode()) % 10 / 10,
+            error="no verdict" if failed else None,
+            reward_name="hash",
+        )
+        return opened.sample_record("reward.scores", scored, prompt_group_id=sample.prompt_group_id, policy_version=sample.policy_version)
+
+    @property
+    def published_version(self) -> int:
+        """The newest version on the log, -1 before the first."""
+        return max(self.ledger.versions, default=-1)
+
+    @property
+    def num_steps(self) -> int:
+        """Committed steps."""
+        return len(self.ledger.steps)
+
+    def look(self) -> None:
+        """Take what is new on the log into the ledger, and the queue's new prompt groups into the open leases."""
+        for entity in LEDGER_TOPICS:
+            for place in self.places(entity):
+                for entry in self.kafka.visible(place, self._read.get(place, 0)):
+                    self._read[place] = entry.offset + 1
+                    event = self.decoded(entry.stored)
+                    if event is not None:
+                        self.ledger.note(event)
+                    if isinstance(event, PromptGroupIssued):
+                        self.open_leases[entry.offset] = event
+
+    def places(self, entity: str) -> list[tuple[str, int]]:
+        """Return the partitions of a topic."""
+        return [place for place in self.kafka.partitions if place[0] == self.plan.topic(entity)]
+
+    def decoded(self, value: bytes | None) -> Event | None:
+        """Return a record's event; None for what nobody can read."""
+        try:
+            return self.codec.decode(value or b"")
+        except (CorruptRecord, SchemaError):
+            return None
+
+    def events(self, entity: str) -> list[Event]:
+        """Return the readable events of a topic."""
+        entries = [entry for place in self.places(entity) for entry in self.kafka.visible(place, 0)]
+        return [event for entry in entries if (event := self.decoded(entry.stored)) is not None]
+
+    def roll_out(self, issued: PromptGroupIssued, *, policy_version: int, num_samples: int | None = None) -> None:
+        """Write a prompt group's samples, or the first of them, as an engine on that version does."""
+        for index in range(issued.samples_per_prompt if num_samples is None else num_samples):
+            sample = event_samples.rolled_out(
+                issued.prompt_group_id, index, version=policy_version, of=issued.samples_per_prompt, row=issued.row, answer=issued.answer
+            )
+            record = self.engine.sample_record(
+                "rollout.samples", sample, prompt_group_id=issued.prompt_group_id, policy_version=policy_version
+            )
+            self.engine.producer.send(record)
+        self.engine.producer.flush()
+
+    def close(self) -> None:
+        """End every process."""
+        for process in self.processes.values():
+            process.kill()
+        self.engine.control.close()
+
+
+def _tick(self: Worker, *, working: bool) -> None:
+    """Stand in for `Worker.tick`: the round is over, someone else's turn; then take in what control says, as the follower's thread would."""
+    running = SimulatedProcess.running
+    assert running is not None
+    running.hand_back()
+    self.control.turn(timeout_seconds=0)
+
+
+def _wait_for_version(self: control.ControlFollower, version: int, *, timeout_seconds: float) -> bool:
+    """Stand in for the wait of a thread on another."""
+    self.turn(timeout_seconds=0)
+    return self.policy_version >= version
+
+

@@ -1,0 +1,62 @@
+"""The checker lets through what readers of both releases cope with, and names the field, the reason and the remedy of all else."""
+
+from __future__ import annotations
+
+import pytest
+from schema_changes import ALLOWED, FORBIDDEN, ONE_WAY, changed, field, without_enum_default
+
+from relax_events.events.compatibility import compare, incompatibilities
+from relax_events.events.releases import Release, current_release, read_releases
+from relax_events.events.schemas import schema_directory
+
+NOW = Release("0.1.0", current_release(schema_directory()).schemas)
+NAME = "relax.events.sample.PromptGroupEnded"
+
+
+def test_current_schemas_are_compatible_with_every_release() -> None:
+    releases = read_releases(schema_directory())
+    assert releases
+    assert [problem for release in releases for problem in incompatibilities(release, current_release(schema_directory()))] == []
+
+
+@pytest.mark.parametrize("change", ALLOWED)
+def test_allowed_change_passes(change: str) -> None:
+    assert incompatibilities(NOW, changed(ALLOWED[change])) == []
+
+
+@pytest.mark.parametrize("change", FORBIDDEN)
+def test_forbidden_change_is_named_with_its_remedy(change: str) -> None:
+    edit, place, what, remedy = FORBIDDEN[change]
+    problems = incompatibilities(NOW, changed(edit))
+    matching = [problem for problem in problems if (problem.field, problem.what) == (place, what)]
+    assert [remedy in problem.remedy for problem in matching] == [True], problems
+
+
+@pytest.mark.parametrize("change", ONE_WAY)
+def test_change_that_only_new_readers_cope_with_blames_the_old_ones(change: str) -> None:
+    problems = incompatibilities(NOW, changed(ONE_WAY[change]))
+    assert problems
+    assert all(problem.what.startswith("0.1.0 can't read what current writes: ") for problem in problems)
+
+
+def test_symbol_without_a_default_is_refused_where_the_reader_has_none() -> None:
+    old, new = changed(without_enum_default, "0.1.0"), changed(without_enum_default)
+    symbols = field(new.schemas[NAME], "outcome")["type"]["symbols"]
+    symbols[symbols.index("postponed")] = "adjourned"
+    problems = incompatibilities(old, new)
+    texts = [problem.what for problem in problems if problem.field == "outcome"]
+    assert texts == [
+        "current can't read what 0.1.0 wrote: symbol postponed is unknown and there is no default",
+        "0.1.0 can't read what current writes: symbol adjourned is unknown and there is no default",
+    ]
+
+
+def test_new_event_is_no_problem_for_old_releases() -> None:
+    older = {name: schema for name, schema in NOW.schemas.items() if name != NAME}
+    assert incompatibilities(Release("0.1.0", older), NOW) == []
+
+
+def test_two_schemas_are_compared_under_the_names_given() -> None:
+    edit, *_ = FORBIDDEN["type narrowed"]
+    (problem,) = compare(NOW.schemas[NAME], changed(edit).schemas[NAME], old="the run's writer", new="ours")
+    assert (problem.schema, problem.what) == (NAME, "ours can't read what the run's writer wrote: long can't be read as int")

@@ -1,0 +1,100 @@
+"""Who a process is to the broker: taken from its security folder, its own keys or the environment, and kept out of sight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import orjson
+import pytest
+
+from relax_events.broker.connection import Connection
+from relax_events.broker.credentials import as_principal, client_settings, credential_environment, without_credentials
+from relax_events.config import BrokerConfig, RunConfig, load_run_config
+from relax_events.control.security import make_folder
+from relax_events.control.supervisor import Supervisor
+from relax_events.errors import ConfigError
+from relax_events.telemetry.redaction import redacted
+
+SECRET = "correct horse battery staple"
+
+
+@pytest.fixture
+def secured(make_run_config: Callable[..., RunConfig], tmp_path: Path) -> RunConfig:
+    config = make_run_config(run={"id": "demo"}, broker={"credentials": str(tmp_path / "security"), "bootstrap_servers": "kafka-1:9093"})
+    make_folder(config, tmp_path / "security", lifetime=timedelta(days=1))
+    return config
+
+
+def password_of(config: RunConfig, username: str) -> str:
+    assert config.broker.credentials is not None
+    return (config.broker.credentials / "secrets" / username).read_text()
+
+
+@pytest.mark.parametrize("principal", ["trainer", "operator"])
+def test_process_takes_its_principal_from_the_folder(secured: RunConfig, principal: str) -> None:
+    settings = Connection.of(as_principal(secured, principal).broker, client_id="c").settings()
+    username = f"relax.demo.{principal}"
+    assert {key: settings[key] for key in ("security.protocol", "sasl.mechanism", "sasl.username", "sasl.password")} == {
+        "security.protocol": "SASL_SSL",
+        "sasl.mechanism": "SCRAM-SHA-512",
+        "sasl.username": username,
+        "sasl.password": password_of(secured, username),
+    }
+    assert Path(settings["ssl.ca.location"]).read_bytes().startswith(b"-----BEGIN CERTIFICATE-----")
+
+
+def test_run_file_may_name_another_principal(secured: RunConfig) -> None:
+    config = secured.model_copy(update={"broker": secured.broker.model_copy(update={"principal": "reader"})})
+    assert as_principal(config, "operator").broker.username == "relax.demo.reader"
+
+
+def test_workers_of_a_run_are_told_their_own_principal_and_not_where_the_others_are(
+    secured: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RELAX_BROKER__CREDENTIALS", str(tmp_path / "security"))
+    workers = Supervisor(as_principal(secured, "operator"), tmp_path / "run.json")._processes
+    told = {name: managed.credentials for name, managed in workers.items()}
+    assert {name: told[name]["RELAX_BROKER__USERNAME"] for name in ("trainer-0", "rollout-0", "metrics-0")} == {
+        "trainer-0": "relax.demo.trainer",
+        "rollout-0": "relax.demo.rollout",
+        "metrics-0": "relax.demo.metrics",
+    }
+    (tmp_path / "run.json").write_bytes(orjson.dumps(without_credentials(as_principal(secured, "operator")).model_dump(mode="json")))
+    config = load_run_config(tmp_path / "run.json", environment=told["rollout-0"])
+    assert (config.broker.username, config.broker.credentials) == ("relax.demo.rollout", None)
+    assert client_settings(config.broker)["sasl.password"] == password_of(secured, "relax.demo.rollout")
+    assert "security" not in (tmp_path / "run.json").read_text()
+
+
+def test_open_run_stays_as_it_is(make_run_config: Callable[..., RunConfig]) -> None:
+    config = make_run_config()
+    assert as_principal(config, "trainer") is config
+    assert without_credentials(config) is config
+    assert credential_environment(config, "trainer") == {}
+    assert client_settings(config.broker) == {}
+
+
+def test_password_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BROKER_PASSWORD", SECRET)
+    assert client_settings(BrokerConfig(username="me"))["sasl.password"] == SECRET
+
+
+def test_user_without_password_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BROKER_PASSWORD", raising=False)
+    with pytest.raises(ConfigError, match=r"broker.username = 'me' has no password; name its file in broker.password_file, or set BROKER_PASSWORD"):
+        client_settings(BrokerConfig(username="me"))
+
+
+def test_other_secrets_come_from_files_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text(SECRET)
+    config = BrokerConfig.model_validate({"secret_files": {"ssl.key.password": tmp_path / "key"}})
+    assert client_settings(config) == {"ssl.key.password": SECRET}
+
+
+def test_secret_is_hidden_once_it_was_read_and_in_what_a_connection_shows(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text(SECRET)
+    connection = Connection.of(BrokerConfig(username="me", password_file=tmp_path / "password"), client_id="c")
+    assert SECRET not in repr(connection)
+    assert redacted(f"login of me with {SECRET} failed") == "login of me with (hidden) failed"

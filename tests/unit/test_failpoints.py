@@ -1,0 +1,106 @@
+"""Crash points fire once in a run, at the pass that was asked for; what is armed wrongly is refused; every declared point stands in the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from relax_events.errors import ConfigError
+from relax_events.pipeline.failpoints import MAP_POINTS, MAP_ROLES, POINTS, Failpoints, parsed
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import os, pathlib, sys
+from relax_events.pipeline.failpoints import arm_failpoints, failpoint
+arm_failpoints(pathlib.Path(), os.environ)
+for number in range(4):
+    print(number, file=sys.stderr)
+    failpoint("metrics.before_write")
+"""
+
+
+def run_program(folder: Path, armed: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=folder,
+        env={"RELAX_FAILPOINTS": armed, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def test_armed_point_kills_at_the_given_pass_and_once_in_a_run(tmp_path: Path) -> None:
+    first, second, third = (run_program(tmp_path, armed) for armed in ("metrics.before_write:3=kill",) * 2 + ("metrics.before_write=kill",))
+    assert (first.returncode, first.stderr.split()) == (-signal.SIGKILL, ["0", "1", "2"])
+    assert (second.returncode, second.stderr.split()) == (0, ["0", "1", "2", "3"]), "started again, it gets through"
+    assert (third.returncode, third.stderr.split()) == (-signal.SIGKILL, ["0"]), "another pass is another point"
+    assert {path.name for path in (tmp_path / "failpoints").iterdir()} == {"metrics.before_write:3", "metrics.before_write:1"}
+
+
+def test_nothing_is_left_behind_when_nothing_is_armed(tmp_path: Path) -> None:
+    assert run_program(tmp_path, "").returncode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_points_are_passed(tmp_path: Path) -> None:
+    failpoints = Failpoints()
+    failpoints.arm("trainer.after_commit=kill", folder=tmp_path)
+    failpoints.reach("trainer.after_weights")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_variable_names_points_passes_and_actions() -> None:
+    points = parsed("reward.before_commit:3=kill, trainer.in_transaction=stop,")
+    assert [(point.mark_name, point.action) for point in points] == [("reward.before_commit:3", "kill"), ("trainer.in_transaction:1", "stop")]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("reward.before_comit=kill", "there is no point 'reward.before_comit'; did you mean reward.before_commit"),
+        ("nothing-like-it=kill", "there is no point 'nothing-like-it'; there are prompter.after_issue, "),
+        ("reward.before_commit=nap", "the action at reward.before_commit must be kill or stop, got 'nap'"),
+        ("reward.before_commit:0=kill", "'reward.before_commit:0=kill' is not of the form name=action or name:n=action with n >= 1"),
+        ("reward.before_commit", "'reward.before_commit' is not of the form"),
+    ],
+)
+def test_wrong_arming_is_refused_with_what_would_be_right(text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match="RELAX_FAILPOINTS: ") as refused:
+        parsed(text)
+    assert complaint in str(refused.value)
+
+
+def test_how_to_names_what_exists() -> None:
+    page = (ROOT / "docs/how-to/run-the-fault-matrix.md").read_text()
+    examples = re.findall(r'RELAX_FAILPOINTS="([^"]+)"', page)
+    assert [len(parsed(example)) for example in examples] == [2]
+    named = set(re.findall(r"test_\w+\.py", page))
+    assert named == {path.name for path in (ROOT / "tests/fault").glob("test_*.py")} - {"test_soak.py"}
+
+
+def passed_points() -> Iterator[str]:
+    """Give the points that the code passes; those of map roles stand there once for all roles."""
+    for path in (*(ROOT / "relax_events").rglob("*.py"), *(ROOT / "workers").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "failpoint":
+                (argument,) = node.args
+                if isinstance(argument, ast.Constant):
+                    yield str(argument.value)
+                else:
+                    assert isinstance(argument, ast.JoinedStr)
+                    assert isinstance(argument.values[-1], ast.Constant)
+                    yield from (f"{role}{argument.values[-1].value}" for role in MAP_ROLES)
+
+
+def test_every_declared_point_stands_in_the_code_once() -> None:
+    assert sorted(passed_points()) == sorted(POINTS)
+    assert set(MAP_POINTS) < {name.partition(".")[2] for name in POINTS}

@@ -1,0 +1,88 @@
+"""What guests ask for is told apart by its id, everywhere, and hurts nobody: no seat is taken, no count of failures grows."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from event_samples import committed, ended
+
+from relax_events.control.ledger import Ledger
+from relax_events.control.run_state import RunState
+from relax_events.errors import PoisonSample
+from relax_events.events.types import ChatMessage, Outcome, PromptGroupIssued
+from relax_events.pipeline.validation import check_issued
+from relax_events.policy import IssuedGroup, is_guest
+from relax_events.training import assembly
+
+GUEST = "000003-1000000-0"
+OURS = "000003-0001-0"
+
+
+def issued(prompt_group_id: str = GUEST) -> PromptGroupIssued:
+    group = IssuedGroup.parse(prompt_group_id)
+    return PromptGroupIssued(
+        prompt_group_id=prompt_group_id,
+        train_step=group.place.train_step,
+        group_index=group.place.group_index,
+        attempt=group.attempt,
+        row=-1,
+        required_policy_version=0,
+        samples_per_prompt=2,
+        messages=[ChatMessage.of_text("user", "say hi")],
+        seed=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt_group_id", "expected"), [(GUEST, True), ("000000-999999999999-7", True), ("000003-999999-0", False), (OURS, False), ("guest", False)]
+)
+def test_guest_is_told_by_its_seat(prompt_group_id: str, expected: bool) -> None:
+    assert is_guest(prompt_group_id) is expected
+
+
+@pytest.mark.parametrize("changes", [{"train_step": 4}, {"group_index": 1}, {"attempt": 1}])
+def test_prompt_group_whose_id_names_another_seat_is_poison(changes: dict[str, int]) -> None:
+    event = issued()
+    assert check_issued(event) is event
+    text = f"prompt group {GUEST}: the id must name train_step, group_index and attempt ({changes.get('train_step', 3)}, "
+    with pytest.raises(PoisonSample, match=re.escape(text)):
+        check_issued(dataclasses.replace(event, **changes))
+
+
+def test_failures_of_guests_do_not_count_towards_giving_up() -> None:
+    state = RunState()
+    for index in range(5):
+        state.note(ended(f"000000-{1_000_000 + index}-0", Outcome.FAILED))
+    assert (state.failed_in_a_row, state.outcomes) == (0, {})
+    state.note(ended(OURS, Outcome.FAILED))
+    assert (state.failed_in_a_row, state.outcomes) == (1, {"failed": 1})
+
+
+def test_ledger_counts_guests_apart() -> None:
+    books = Ledger(max_staleness=1)
+    for event in (issued(), issued(OURS), ended(GUEST, Outcome.FILTERED), ended(OURS, Outcome.FAILED)):
+        books.note(event)
+    figures = books.figures()
+    assert figures["prompt_groups_of_guests"] == 1
+    assert figures["outcomes"] == {"issued": 1, "trained": 0, "filtered": 0, "expired": 0, "failed": 1, "in_flight": 0}
+    assert books.problems() == []
+
+
+def test_trained_guest_is_a_broken_promise() -> None:
+    books = Ledger(max_staleness=1)
+    for event in (issued(), committed(0, prompt_group_ids=[GUEST]), ended(GUEST, Outcome.TRAINED)):
+        books.note(event)
+    assert books.problems() == [f"prompt group of a guest was trained: 1, for example {GUEST}"]
+
+
+def test_forgotten_guest_makes_no_step_count_as_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step in a guest's id is its producer's word: it may lie far ahead of the trainer's."""
+    monkeypatch.setattr(assembly, "ID_WINDOW", 4)
+    decided = assembly.DecidedGroups(())
+    decided.add("999999-1000000-0")
+    for step in range(4):
+        decided.add(f"{step:06d}-0000-0")
+    assert "000001-0005-0" not in decided
+    assert "000000-0005-0" in decided

@@ -1,0 +1,65 @@
+"""Plugins by name and by file."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from relax_events.errors import ConfigError
+from relax_events.plugins import ENGINES, find_plugin
+
+pytestmark = pytest.mark.unit
+SOURCE = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import beside
+
+
+@dataclass
+class Mine:
+    speed: int = beside.SPEED
+"""
+
+
+def test_find_plugin_gives_an_installed_entry_point_unloaded() -> None:
+    found = find_plugin(ENGINES, "transformers", what="engine.name = 'transformers'")
+    assert isinstance(found, EntryPoint)
+    assert found.value == "relax_events.engines.transformers:TransformersEngine"
+
+
+def test_find_plugin_loads_a_class_of_a_file_with_what_lies_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("SPEED = 3\n")
+    file = tmp_path / "mine.py"
+    file.write_text(SOURCE)
+    assert find_plugin(ENGINES, f"{file}:Mine", what="engine.name").load()().speed == 3
+
+
+def test_find_plugin_runs_nothing_before_it_is_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text("raise RuntimeError('not yet')\n")
+    found = find_plugin(ENGINES, f"{file}:Mine", what="engine.name = 'broken'")
+    with pytest.raises(ConfigError, match=r"engine.name = 'broken' .*broken.py failed to load: RuntimeError: not yet"):
+        found.load()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("vroom", "engine.name = 'it' is not installed; installed are transformers"),
+        ("nowhere/mine.py:Mine", "engine.name = 'it': file nowhere/mine.py does not exist; give path/to/file.py:Class"),
+    ],
+)
+def test_find_plugin_says_what_there_is_when_the_name_is_unknown(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        find_plugin(ENGINES, name, what="engine.name = 'it'")
+
+
+def test_plugin_says_which_classes_a_file_has_when_the_name_is_not_among_them(tmp_path: Path) -> None:
+    file = tmp_path / "other.py"
+    file.write_text("class Other: pass\n")
+    with pytest.raises(ConfigError, match=r"engine.name: .*other.py has no class 'Mine', only Other"):
+        find_plugin(ENGINES, f"{file}:Mine", what="engine.name").load()

@@ -1,0 +1,152 @@
+"""Runs that go back to another: what their run files say, which topics are theirs, how rewards are judged anew, what is compared."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from event_samples import committed, ended, published, ready
+from pydantic import ValidationError
+
+from relax_events.config import AlgorithmConfig, RunConfig
+from relax_events.control.ledger import Ledger
+from relax_events.control.runs.details import first_gone
+from relax_events.control.runs.verification import first_difference
+from relax_events.errors import ConfigError
+from relax_events.events.types import Outcome
+from relax_events.pipeline.description import describe, described_config, is_told
+from relax_events.topics import TopicPlan
+from relax_events.training.assembly import PlacedSample
+from relax_events.training.rejudging import Rejudging, needs_advantages
+
+MakeConfig = Callable[..., RunConfig]
+GROUP = "000004-0000-0"
+
+
+def test_replay_has_a_trainer_and_no_samples_of_its_own(make_run_config: MakeConfig) -> None:
+    config = make_run_config(run={"id": "new"}, source={"run": "old", "from_version": 4, "until_version": 9})
+    assert config.roles() == {"controller": 1, "metrics": 1, "trainer": 1}
+    assert (config.first_version, config.last_version, config.num_train_steps) == (4, 9, 5)
+    plan = TopicPlan.of(config)
+    for entity in ("prompt.groups", "rollout.samples", "reward.scores", "reward.scores.strict", "advantage.samples", "actor.logprobs"):
+        assert plan.topic(entity) == f"relax.old.{entity}"
+    for entity in ("control.train-steps", "control.commands", "trainer.dead-letters"):
+        assert plan.topic(entity) == f"relax.new.{entity}"
+    assert plan.sample_topics() == []
+    assert all(spec.name.startswith(("relax.new.control.", "relax.new.trainer.")) for spec in plan.specs())
+
+
+def test_fork_has_every_role_and_topics_of_its_own(make_run_config: MakeConfig) -> None:
+    config = make_run_config(run={"id": "new", "num_steps": 30}, source={"run": "old", "rollouts": "live", "from_version": 12})
+    assert {"prompter", "rollout", "reward", "advantage"} <= config.roles().keys()
+    assert (config.first_version, config.last_version, config.num_train_steps) == (12, 30, 18)
+    assert {spec.name.split(".")[1] for spec in TopicPlan.of(config).specs()} == {"new"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "text"),
+    [
+        ({"source": {"run": "old", "from_version": 5, "until_version": 5}}, "until_version must be above source.from_version = 5, got 5"),
+        ({"source": {"run": "old", "follow": True, "scores": "strict"}}, "are those of a rescoring"),
+        ({"run": {"id": "old"}, "source": {"run": "old"}}, "source.run must be another run than run.id = 'old'"),
+        ({"run": {"num_steps": 7}, "source": {"run": "old", "rollouts": "live", "from_version": 7}}, "run.num_steps must be above it, got 7"),
+        ({"source": {"run": "Old One"}}, "should match pattern"),
+    ],
+)
+def test_source_that_leads_nowhere_is_refused(sections: dict[str, Any], text: str, make_run_config: MakeConfig) -> None:
+    with pytest.raises(ValidationError, match=text):
+        make_run_config(**sections)
+
+
+def test_description_gives_the_run_file_back_without_what_is_secret(make_run_config: MakeConfig) -> None:
+    broker = {"bootstrap_servers": "kafka.example:9092", "shards": 5, "client": {"client.rack": "rack-17"}}
+    config = make_run_config(broker=broker, trainer={"learning_rate": 0.125}, source={"run": "old", "from_version": 3})
+    described = describe(config)
+    assert (described.source_run, described.source_version) == ("old", 3)
+    assert not {"kafka.example", "rack-17", "client"} & set(described.config.split('"'))
+    back = described_config(described, run_id=config.run.id)
+    assert back.model_dump(exclude={"broker"}) == config.model_dump(exclude={"broker"})
+    assert TopicPlan.of(back) == TopicPlan.of(config)
+    assert is_told(dataclasses.replace(described, described_at=1), [describe(make_run_config()), described])
+    assert not is_told(described, [described, describe(make_run_config())])
+    assert not is_told(described, [])
+
+
+def test_description_of_an_imported_run_leads_to_its_own_topics_and_objects(make_run_config: MakeConfig) -> None:
+    config = make_run_config(run={"id": "first"})
+    moved = described_config(describe(config), run_id="second")
+    assert TopicPlan.of(moved).topic("rollout.samples") == "relax.second.rollout.samples"
+    assert moved.objects_uri == config.objects_uri.replace("/first/", "/second/")
+    assert moved.objects.moved_from == (config.objects_uri,)
+
+
+def test_description_of_another_release_names_the_key_that_is_not_known(make_run_config: MakeConfig) -> None:
+    described = describe(make_run_config())
+    tree = orjson.loads(described.config)
+    tree["run"]["colour"] = "red"
+    newer = dataclasses.replace(described, config=orjson.dumps(tree).decode(), package_version="9.0")
+    with pytest.raises(ConfigError, match=r"does not fit this release at run\.colour: .*written by 9\.0"):
+        described_config(newer, run_id=described.run_id)
+
+
+def placed(rewards: list[float], **changes: Any) -> list[PlacedSample]:
+    return [PlacedSample(ready(GROUP, index, of=len(rewards), reward=reward, **changes), 0, index) for index, reward in enumerate(rewards)]
+
+
+def test_rejudging_normalises_recorded_rewards_in_its_own_way() -> None:
+    samples = placed([0.0, 1.0, 0.5, 0.5])
+    plain = Rejudging(AlgorithmConfig(normalise_std=False))(samples[::-1])
+    assert [item.offset for item in plain] == [3, 2, 1, 0]
+    assert [item.sample.advantages.tolist() for item in plain] == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0.5, 0.5], [0, 0, -0.5, -0.5]]
+    scaled = Rejudging(AlgorithmConfig())(samples)
+    deviation = np.std([0, 1, 0.5, 0.5], ddof=1)
+    assert scaled[1].sample.advantages[-1] == pytest.approx(0.5 / deviation, rel=1e-5)
+
+
+def test_rejudging_takes_the_rewards_of_a_rescoring() -> None:
+    rewards = {f"{GROUP}/0": 3.0, f"{GROUP}/1": 1.0}
+    judged = Rejudging(AlgorithmConfig(normalise_std=False), rewards=rewards, scores="strict")(placed([0.0, 1.0]))
+    assert [item.sample.reward for item in judged] == [3.0, 1.0]
+    assert [float(item.sample.advantages[-1]) for item in judged] == [1.0, -1.0]
+    with pytest.raises(ConfigError, match=rf"sample {GROUP}/1 has no reward under source.scores = 'strict'; finish the rescoring"):
+        Rejudging(AlgorithmConfig(), rewards={f"{GROUP}/0": 3.0}, scores="strict")(placed([0.0, 1.0]))
+
+
+def test_advantages_are_needed_when_another_algorithm_would_compute_others() -> None:
+    grpo = AlgorithmConfig()
+    assert not needs_advantages(grpo, AlgorithmConfig(clip_high=0.4, kl_coefficient=0.1))
+    assert needs_advantages(grpo, AlgorithmConfig(normalise_std=False))
+    assert needs_advantages(grpo, AlgorithmConfig(name="gspo"))
+
+
+def test_first_difference_is_told_and_times_do_not_count() -> None:
+    step = committed(3, sample_ids=["a", "b"], figures={"loss": 0.5, "reward_mean": 1.0}, phase_seconds={"wait": 1.0}, committed_at=1)
+    assert first_difference(step, dataclasses.replace(step, phase_seconds={"wait": 2.0}, committed_at=2)) == ""
+    assert first_difference(step, dataclasses.replace(step, figures={"loss": 0.25, "reward_mean": 1.0})) == "loss was 0.5, is 0.25"
+    assert first_difference(step, dataclasses.replace(step, sample_ids=["b", "a"])) == "other samples, or in another order"
+    assert first_difference(step, dataclasses.replace(step, weights_digest=bytes([1] * 32))).startswith("weights digest was 0000")
+
+
+def test_first_record_that_is_gone_is_named() -> None:
+    step = committed(0, sample_ids=["a", "b", "c"], partitions=np.array([0, 1, 1]), offsets=np.array([9, 4, 3]))
+    assert first_gone(step, {0: 0, 1: 3}) is None
+    assert first_gone(step, {0: 0, 1: 4}) == (1, 3)
+    assert first_gone(step, {1: 0}) == (0, 9)
+
+
+def test_books_of_a_replay_balance_over_what_its_sources_steps_name() -> None:
+    steps = [committed(step, prompt_group_ids=[f"{step:06d}-0000-0"], sample_ids=[f"{step:06d}-0000-0/{n}" for n in (0, 1)]) for step in (4, 5)]
+    ledger = Ledger(max_staleness=1, first_version=4)
+    for step in steps:
+        ledger.note_source(step)
+    for event in (published(4), steps[0], ended(steps[0].prompt_group_ids[0], Outcome.TRAINED), published(5)):
+        ledger.note(event)
+    figures = ledger.figures()
+    assert figures["outcomes"] == {"issued": 2, "trained": 1, "filtered": 0, "expired": 0, "failed": 0, "in_flight": 1}
+    assert (figures["samples_rolled_out"], figures["samples_trained"], ledger.problems()) == (4, 2, [])
+    ledger.note(committed(7, prompt_group_ids=[], sample_ids=["000009-0000-0/0"]))
+    assert [problem.partition(":")[0] for problem in ledger.problems()] == ["sample trained that was never generated", "train steps not 4, 5, 6, ..."]

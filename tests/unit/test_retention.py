@@ -1,0 +1,104 @@
+"""A long run purges by itself: once for each checkpoint, and never without one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import structlog.testing
+from event_samples import committed, ended, published
+
+from relax_events.config import RunConfig
+from relax_events.control.topics.purge import Cut
+from relax_events.control.topics.purger import PurgeBooks
+from relax_events.control.topics.retention import RetentionKeeper
+from relax_events.errors import BrokerUnavailable
+from relax_events.events.types import CheckpointRef, Outcome, TopicOffset
+
+CUT = Cut(("relax.r.rollout.samples", 0), 0, 5, "versions")
+
+
+class FakePurger:
+    """Counts purges; the broker is away when told so."""
+
+    def __init__(self) -> None:
+        self.num_purges, self.is_away = 0, False
+
+    def plan(self, books: PurgeBooks) -> list[Cut]:
+        if self.is_away:
+            raise BrokerUnavailable("nobody answers")
+        return [CUT]
+
+    def purge(self, cuts: list[Cut]) -> Counter[str]:
+        self.num_purges += 1
+        return Counter({"rollout.samples": sum(cut.num_records for cut in cuts)})
+
+
+@pytest.fixture
+def purger() -> FakePurger:
+    return FakePurger()
+
+
+@pytest.fixture
+def make_keeper(make_run_config: Callable[..., RunConfig], purger: FakePurger) -> Callable[..., RetentionKeeper]:
+    def make(**run: Any) -> RetentionKeeper:
+        return RetentionKeeper(purger, make_run_config(run=run))  # type: ignore[arg-type]
+
+    return make
+
+
+def checkpointed(step: int, version: int) -> Any:
+    return committed(step, checkpoint=CheckpointRef(version, f"file:///c/{version}", bytes(32)))
+
+
+def test_records_are_purged_once_for_each_checkpoint(make_keeper: Callable[..., RetentionKeeper], purger: FakePurger) -> None:
+    keeper = make_keeper(retain_versions=3)
+    for event in (published(0), committed(0), published(1)):
+        keeper.note(event)
+    assert (keeper.tend(), purger.num_purges) == (Counter(), 0)  # nothing may go before there is a checkpoint
+    keeper.note(checkpointed(1, 1))
+    keeper.note(checkpointed(2, 1))
+    assert keeper.tend() == {"rollout.samples": 5}
+    assert keeper.tend() == {}
+    keeper.note(checkpointed(3, 3))
+    keeper.tend()
+    assert purger.num_purges == 2
+
+
+def test_nothing_is_purged_where_all_is_retained_or_belongs_to_a_source(make_keeper: Callable[..., RetentionKeeper], purger: FakePurger) -> None:
+    keeper = make_keeper(retain_versions=0)
+    keeper.note(checkpointed(1, 1))
+    keeper.tend()
+    assert purger.num_purges == 0
+
+
+def test_broker_that_is_away_costs_one_purge_and_no_more(make_keeper: Callable[..., RetentionKeeper], purger: FakePurger) -> None:
+    keeper = make_keeper(retain_versions=3)
+    purger.is_away = True
+    keeper.note(checkpointed(1, 1))
+    with structlog.testing.capture_logs() as logs:
+        assert keeper.tend() == {}
+    assert [entry["event"] for entry in logs] == ["purge.failed"]
+    purger.is_away = False
+    keeper.note(checkpointed(3, 3))
+    assert keeper.tend() == {"rollout.samples": 5}
+
+
+def test_books_know_seats_and_positions_and_forget_what_no_purge_asks_for() -> None:
+    books = PurgeBooks()
+    for event in (ended("000002-0001-1", Outcome.TRAINED, version=4), ended("000003-0000-0", Outcome.EXPIRED), *map(published, range(6))):
+        books.note(event)
+    for step, (partition, offset) in enumerate([(0, 4), (1, 9), (0, 6), (0, 5), (1, 9)]):
+        books.note(committed(step, consumed=[TopicOffset("relax.r.advantage.samples", partition, offset)]))
+    assert {(seat.train_step, seat.group_index): step for seat, step in books.trained.items()} == {(2, 1): 4}
+    assert books.ended == {"000002-0001-1", "000003-0000-0"}
+    books.forget_before(4)
+    assert (sorted(books.published), books.newest_version, [step.train_step for step in books.steps]) == ([4, 5], 5, [4])
+    assert books.positions == {0: 6, 1: 9}
+
+
+def test_retained_versions_below_the_window_are_refused(make_run_config: Callable[..., RunConfig]) -> None:
+    with pytest.raises(ValueError, match=r"retain_versions must be 0 or above max_staleness = 2, got 2"):
+        make_run_config(run={"retain_versions": 2, "max_staleness": 2})

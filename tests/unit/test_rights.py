@@ -1,0 +1,93 @@
+"""The table of rights fits the plan of topics and the installed roles, so that neither grows without the other."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+import pytest
+
+from relax_events.plugins import ROLES
+from relax_events.topics import TopicPlan
+from relax_events.topics.rights import PERSON_RIGHTS, PRINCIPALS, ROLE_RIGHTS, Acl, acls_of, prefix_of, username_of
+
+PLAN = TopicPlan("demo", 1, 2, 4, 1, "none")
+TOPICS = {spec.name for spec in PLAN.specs()}
+ACLS = acls_of("demo")
+
+
+def allowed(operation: str) -> dict[str, set[str]]:
+    """Return who has an operation on each topic, roles only."""
+    found: dict[str, set[str]] = {}
+    for acl in ACLS:
+        if acl.resource == "topic" and acl.pattern == "literal" and acl.operation == operation:
+            found.setdefault(acl.name, set()).add(acl.username.removeprefix("relax.demo."))
+    return found
+
+
+def test_every_installed_role_has_rights_and_no_other() -> None:
+    assert {entry.name for entry in entry_points(group=ROLES)} == set(ROLE_RIGHTS)
+
+
+def test_every_topic_has_a_writer_and_rights_name_only_topics_of_the_plan() -> None:
+    assert set(allowed("write")) == TOPICS
+    assert set(allowed("read")) | set(allowed("describe")) <= TOPICS
+
+
+def test_every_topic_but_the_dead_letters_has_a_reader() -> None:
+    assert TOPICS - set(allowed("read")) == {name for name in TOPICS if name.endswith(".dead-letters")}
+
+
+@pytest.mark.parametrize(
+    ("entity", "writers"),
+    [
+        ("control.policy-versions", {"trainer"}),
+        ("control.train-steps", {"trainer"}),
+        ("control.group-outcomes", {"trainer"}),
+        ("control.commands", {"controller"}),
+        ("prompt.groups", {"prompter"}),
+        ("rollout.samples", {"rollout"}),
+        ("reward.scores", {"reward"}),
+    ],
+)
+def test_decisions_have_one_writer(entity: str, writers: set[str]) -> None:
+    assert allowed("write")[PLAN.topic(entity)] == writers
+
+
+def test_roles_neither_make_nor_alter_nor_delete() -> None:
+    roles = {username_of("demo", role) for role in ROLE_RIGHTS}
+    assert {acl.operation for acl in ACLS if acl.username in roles} == {"read", "write", "describe"}
+
+
+def test_only_the_trainer_has_a_transactional_id_and_it_is_the_planned_one() -> None:
+    owners = [acl for acl in ACLS if acl.resource == "transactional_id" and acl.username.split(".")[-1] in ROLE_RIGHTS]
+    assert {acl.username for acl in owners} == {"relax.demo.trainer"}
+    assert all(PLAN.transactional_id("trainer").startswith(acl.name) for acl in owners)
+
+
+def test_reader_can_change_nothing() -> None:
+    assert {acl.operation for acl in ACLS if acl.username == "relax.demo.reader"} == {"read", "describe", "describe_configs"}
+
+
+def test_nothing_is_allowed_outside_of_the_run() -> None:
+    assert all(acl.name.startswith("relax.demo.") and acl.username.startswith("relax.demo.") for acl in ACLS)
+    assert len(set(ACLS)) == len(ACLS)
+    assert {acl.username.removeprefix("relax.demo.") for acl in ACLS} == set(PRINCIPALS) == {*ROLE_RIGHTS, *PERSON_RIGHTS}
+
+
+@pytest.mark.parametrize("other", ["demo-2", "dem", "demo2", "a-demo"])
+def test_prefix_of_a_run_is_never_anothers(other: str) -> None:
+    assert not prefix_of(other).startswith(prefix_of("demo"))
+    assert not prefix_of("demo").startswith(prefix_of(other))
+
+
+def test_right_is_written_out_for_other_tools() -> None:
+    written = Acl("relax.demo.reader", "topic", "relax.demo.", "prefixed", "read").as_dict()
+    assert written == {
+        "username": "relax.demo.reader",
+        "resource": "topic",
+        "name": "relax.demo.",
+        "pattern": "prefixed",
+        "operation": "read",
+        "host": "*",
+        "permission": "allow",
+    }

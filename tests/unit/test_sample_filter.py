@@ -1,0 +1,131 @@
+"""Which samples match, and where on the log they can lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from event_samples import ended, rolled_out, scored
+
+from relax_events.control.run_log import Found
+from relax_events.control.samples.filter import EVERYTHING, Extent, SampleFilter, parse_bounds
+from relax_events.control.samples.view import SampleView
+from relax_events.errors import ConfigError
+from relax_events.events.types import ChatMessage, Outcome, PromptGroupEnded
+from relax_events.topics import TopicPlan
+
+PLAN = TopicPlan("looked-at", max_staleness=1, shards=2, queue_partitions=4, replication_factor=1, compression="none")
+GROUP = "000004-0000-0"  # crc32 is odd, so it lies in shard 1 of 2: python3 -c "import zlib; print(zlib.crc32(b'000004-0000-0') % 2)"
+
+
+def view(*, reward: float | None = 1.0, end: PromptGroupEnded | None = None, **changes: Any) -> SampleView:
+    score = None if reward is None else scored(reward=reward)
+    return SampleView(rolled_out(**changes), "topic[0]@0", 1, score, end)
+
+
+@pytest.mark.parametrize(
+    ("text", "bounds"),
+    [
+        ("", EVERYTHING),
+        ("3", (3, 3)),
+        ("3..7", (3, 7)),
+        ("..0.2", (-math.inf, 0.2)),
+        ("0.9..", (0.9, math.inf)),
+        ("-1..-0.5", (-1, -0.5)),
+    ],
+)
+def test_bounds_are_read(text: str, bounds: tuple[float, float]) -> None:
+    assert parse_bounds(text, flag="--reward") == bounds
+
+
+@pytest.mark.parametrize("text", ["..", "7..3", "high", "1..x", "nan", "1..2..3"])
+def test_bounds_that_are_none_are_refused_with_the_forms(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--version must be a number or a span such as 3\.\.7, \.\.0\.2 or 0\.9\.\., got"):
+        parse_bounds(text, flag="--version")
+
+
+def extent(wanted: SampleFilter, ends: Mapping[str, Found[PromptGroupEnded]] | None = None) -> Extent:
+    return wanted.extent(PLAN, ends or {}, newest_version=9)
+
+
+def test_everything_lies_in_all_versions() -> None:
+    assert extent(SampleFilter()) == Extent(range(10))
+
+
+def test_span_of_versions_is_cut_to_those_published() -> None:
+    assert extent(SampleFilter(versions=(3, 7))) == Extent(range(3, 8))
+    assert extent(SampleFilter(versions=(8, math.inf))) == Extent(range(8, 10))
+    assert extent(SampleFilter(versions=(11, 12))) == Extent(range(0))
+
+
+def test_train_step_takes_only_versions_of_its_window() -> None:
+    assert extent(SampleFilter(train_step=5)) == Extent(range(4, 6))
+    assert extent(SampleFilter(train_step=0)) == Extent(range(1))
+
+
+def test_open_prompt_group_lies_in_its_shard_from_the_version_that_its_step_allows() -> None:
+    assert extent(SampleFilter(sample_id=f"{GROUP}/3")) == Extent(range(3, 10), shard=1)
+    assert extent(SampleFilter(prompt_group_id=GROUP)) == Extent(range(3, 10), shard=1)
+
+
+def test_trained_prompt_group_lies_on_the_version_that_its_end_names() -> None:
+    ends = {GROUP: Found(ended(GROUP, Outcome.TRAINED, version=4), "outcomes[0]@0", 1)}
+    assert extent(SampleFilter(prompt_group_id=GROUP), ends) == Extent(range(4, 5), shard=1)
+
+
+def test_failed_prompt_group_may_lie_on_any_later_version() -> None:
+    ends = {GROUP: Found(ended(GROUP, Outcome.FAILED, version=4), "outcomes[0]@0", 1)}
+    assert extent(SampleFilter(prompt_group_id=GROUP), ends) == Extent(range(3, 10), shard=1)
+
+
+@pytest.mark.parametrize("name", ["tea", "000004-0001", "4-1-0", "000004-0001-0/x/y"])
+def test_id_that_is_none_is_refused_with_an_example(name: str) -> None:
+    with pytest.raises(ConfigError, match="is no prompt group id; they look like 000012-0003-0; sample ids like 000012-0003-0/5"):
+        SampleFilter(sample_id=name)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "matches"),
+    [
+        (SampleFilter(), True),
+        (SampleFilter(versions=(2, 2)), True),
+        (SampleFilter(versions=(3, math.inf)), False),
+        (SampleFilter(rewards=(0.9, math.inf)), True),
+        (SampleFilter(rewards=(-math.inf, 0.2)), False),
+        (SampleFilter(worker_id="rollout-1"), True),
+        (SampleFilter(worker_id="rollout-0"), False),
+        (SampleFilter(contains="lemon"), True),
+        (SampleFilter(contains="spell"), True),
+        (SampleFilter(contains="tea"), False),
+        (SampleFilter(sample_id="000000-0000-0/0"), True),
+        (SampleFilter(sample_id="000000-0000-0/1"), False),
+        (SampleFilter(prompt_group_id="000000-0001-0"), False),
+        (SampleFilter(train_step=2), True),
+        (SampleFilter(train_step=1), False),
+        (SampleFilter(versions=(2, 2), contains="tea"), False),
+    ],
+    ids=str,
+)
+def test_sample_matches_when_all_holds(wanted: SampleFilter, matches: bool) -> None:
+    end = ended(outcome=Outcome.TRAINED, version=2)
+    messages = [ChatMessage.of_text("user", "spell it")]
+    assert wanted.matches(view(end=end, version=2, worker_id="rollout-1", completion="a lemon", messages=messages)) is matches
+
+
+def test_sample_without_reward_matches_no_span_of_rewards() -> None:
+    assert SampleFilter().matches(view(reward=None))
+    assert not SampleFilter(rewards=(-5, 5)).matches(view(reward=None))
+
+
+def test_trained_sample_tells_step_and_staleness() -> None:
+    end = ended(outcome=Outcome.TRAINED, version=2)
+    trained = view(end=end, version=2)
+    assert (trained.outcome, trained.train_step, trained.staleness(9)) == ("trained", 2, 0)
+    assert (view(version=2).outcome, view(version=2).train_step, view(version=2).staleness(9)) == ("open", None, 7)
+
+
+def test_generation_beside_the_trained_one_is_superseded() -> None:
+    other = view(end=ended(outcome=Outcome.TRAINED, version=2), version=3)
+    assert (other.outcome, other.train_step) == ("superseded", None)
