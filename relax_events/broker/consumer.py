@@ -9,142 +9,18 @@ from typing import Any
 import structlog
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
 
-from relax_events.broker.connection import Connection, error_of, translate
+from relax_events.broker.connection import Connection, error_of
+from relax_events.broker.damage import damage_error
 from relax_events.broker.deadline import Deadline
+from relax_events.broker.fetching import HAND_OVER_SECONDS, LEADER_CHANGE_SECONDS, READER_SETTINGS, Fetching, Place, is_end, place_of, record_of
 from relax_events.broker.records import Record, logged
-from relax_events.errors import AccessDenied, BrokerError, BrokerUnavailable
+from relax_events.errors import BrokerError, BrokerUnavailable
 from relax_events.events.container import LoggedRecord
 from relax_events.events.types import TopicOffset
 
 log = structlog.get_logger()
-
-READER_SETTINGS: dict[str, Any] = {
-    "enable_auto_commit": False,
-    "enable_auto_offset_store": False,
-    "isolation_level": "read_committed",
-    "check_crcs": True,
-    "auto_offset_reset": "error",
-    "fetch_wait_max_ms": 100,
-    "fetch_message_max_bytes": 16 * 1024 * 1024,
-    "queued_max_messages_kbytes": 65_536,
-    "fetch_queue_backoff_ms": 20,  # 1000 by default: that long nothing came after 64 MiB or 100,000 records lay fetched ahead, after a seek too
-}
-LEADER_CHANGE_SECONDS = 0.05
 STREAMED_AT_ONCE = 500
 ARRIVAL_SECONDS = 0.05
-HAND_OVER_SECONDS = 2.5  # of one request, and of all work in a revoke callback: sessions last 3 s at the least
-BEHIND = {KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNOWN_TOPIC, KafkaError._DESTROY_BROKER}
-TRANSIENT = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._TIMED_OUT, KafkaError._MAX_POLL_EXCEEDED}
-
-Place = tuple[str, int]
-
-
-class Fetching:
-    """What both kinds of readers share: waiting for records without spinning, and meeting a log that was cut off."""
-
-    def __init__(self, consumer: Any, connection: Connection) -> None:
-        self._consumer = consumer
-        self._connection = connection
-        self._timeout_seconds = connection.request_timeout_seconds
-        self._ask_seconds = min(HAND_OVER_SECONDS, self._timeout_seconds)
-
-    def fetch(self, max_records: int = 500, *, timeout_seconds: float) -> list[Record]:
-        """Return records as soon as there is one, with all that lie behind it up to `max_records`; [] at the timeout.
-
-        Raises:
-            BrokerRefused: The broker has not let us in for as long as a request may take, or denies us what we read.
-        """
-        first = self._consumer.poll(timeout_seconds)
-        if first is None:
-            if self._connection.refusals.seconds > self._timeout_seconds:
-                self._ask_whether_refused()
-            return []
-        messages = [first, *self._consumer.consume(max_records - 1, 0)] if max_records > 1 else [first]
-        return [Record.of(message) for message in messages if self._is_record(message)]
-
-    def _ask_whether_refused(self) -> None:
-        """Tell an idle log from one that we are kept away from; where some broker still answers, we are not."""
-        try:
-            self._consumer.list_topics(timeout=self._ask_seconds)
-        except KafkaException as exception:
-            raise self._connection.translate(error_of(exception), "reading the log") from exception
-        self._connection.refusals.forget()
-
-    def _is_record(self, message: Any) -> bool:
-        error = message.error()
-        if error is None:
-            return True
-        if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
-            self._meet_cut_log(message.topic(), message.partition())
-        elif error.code() in TRANSIENT or error.retriable():
-            log.debug("fetch.disturbed", error=error.name())
-        elif error.code() != KafkaError._PARTITION_EOF:
-            raise translate(error, f"reading {message.topic() or 'the log'}")
-        return False
-
-    def _meet_cut_log(self, topic: str, partition: int) -> None:
-        """Go on at the oldest record that is left, after a purge below our position; the gap is said aloud."""
-        low, _ = self.watermarks(topic, partition)
-        log.warning("log.truncated", topic=topic, partition=partition, resumed_at=low)
-        self._restart(topic, partition, low)
-
-    def _restart(self, topic: str, partition: int, offset: int) -> None:
-        """Go on at `offset` where reading has stopped with an error; such a partition can't be sought."""
-        place = TopicPartition(topic, partition, offset)
-        try:
-            self._consumer.incremental_unassign([place])
-            self._consumer.incremental_assign([place])
-        except KafkaException as exception:
-            raise translate(error_of(exception), f"reading on at {topic}[{partition}]@{offset}") from exception
-
-    def watermarks(self, topic: str, partition: int) -> tuple[int, int]:
-        """Return the oldest and the next offset of a partition, asked from the broker.
-
-        A partition that was just made, or whose leader is changing, is asked again until the request timeout.
-        """
-        deadline = Deadline(self._timeout_seconds)
-        while True:
-            try:
-                low, high = self._consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=self._timeout_seconds)
-            except KafkaException as exception:
-                is_shown = self._is_shown(topic, partition)  # then the client's own view is behind
-                error = self._connection.translate(error_of(exception), f"asking for the ends of {topic}[{partition}]")
-                is_transient = isinstance(error, BrokerUnavailable) or (is_shown and error_of(exception).code() in BEHIND)
-                if not is_transient or deadline.passed:
-                    raise error from exception
-                time.sleep(LEADER_CHANGE_SECONDS)
-            else:
-                return low, high
-
-    def _is_shown(self, topic: str, partition: int = 0) -> bool:
-        """Ask for a topic by name and return whether the broker has that partition; a broker that is away shows nothing.
-
-        Raises:
-            AccessDenied: The topic is hidden from us.
-        """
-        try:
-            found = self._consumer.list_topics(topic, timeout=self._ask_seconds).topics[topic]
-        except KafkaException:
-            return False
-        if found.error is not None and isinstance(denied := translate(found.error, f"reading {topic}"), AccessDenied):
-            raise denied
-        return partition in found.partitions
-
-    def seek(self, topic: str, partition: int, offset: int) -> None:
-        """Go on reading a partition from `offset`."""
-        try:
-            self._consumer.seek(TopicPartition(topic, partition, offset))
-        except KafkaException as exception:
-            raise translate(error_of(exception), f"seeking {topic}[{partition}]@{offset}") from exception
-
-    def group_metadata(self) -> Any:
-        """Return what a transaction needs to commit this reader's offsets."""
-        return self._consumer.consumer_group_metadata()
-
-    def close(self) -> None:
-        """Leave the group and the broker."""
-        self._consumer.close()
-
 
 OnRevoked = Callable[[list[TopicOffset], Deadline], None]
 
@@ -295,6 +171,7 @@ class LogReader(Fetching):
         Raises:
             AccessDenied: A topic is hidden from us: the client would wait for its records for ever and never say so.
         """
+        self._behind_damage.clear()
         for topic in {topic for topic, _ in start} - self._shown:
             self._is_shown(topic)
             self._shown.add(topic)
@@ -304,7 +181,7 @@ class LogReader(Fetching):
         """Return the records at these (partition, offset) places.
 
         Raises:
-            BrokerError: A record was purged or never written.
+            BrokerError: A record was purged or never written, or fails its checksum.
             BrokerUnavailable: The log could not be read within the request timeout without any progress.
         """
         wanted = set(places)
@@ -319,6 +196,8 @@ class LogReader(Fetching):
             for record in self.fetch(2000, timeout_seconds=0.5):
                 progress = time.monotonic()
                 if (record.partition, record.offset) in wanted:
+                    if record.is_damaged:
+                        raise damage_error(topic, record.partition, record.offset)
                     found[record.partition, record.offset] = record
             if time.monotonic() - progress > self._timeout_seconds:
                 partition, offset = min(wanted - found.keys())
@@ -340,44 +219,47 @@ class LogReader(Fetching):
         """Return everything that the partitions hold now, from the given offsets (default: all), in order per partition.
 
         Raises:
+            BrokerError: A record fails its checksum.
             BrokerUnavailable: The log could not be read within the request timeout without any progress.
         """
         starts = {place: (from_offsets or {}).get(place, 0) for place in topics_partitions}
         return list(self.stream({place: (start, self.watermarks(*place)[1]) for place, start in starts.items()}))
 
-    def stream(self, spans: Mapping[Place, tuple[int, int]]) -> Iterator[Record]:
+    def stream(self, spans: Mapping[Place, tuple[int, int]], *, with_damaged: bool = False) -> Iterator[Record]:
         """Give the records of these spans of the log, in order per partition, and end; only what the client has fetched ahead is held.
 
         One stream at a time: the reader leaves whatever it read before.
 
         Args:
             spans: First offset and offset behind the last, by (topic, partition).
+            with_damaged: Whether records that fail their checksum are given, without their values, and do not end the stream.
         Raises:
+            BrokerError: A record fails its checksum.
             BrokerUnavailable: The log could not be read within the request timeout without any progress.
         """
-        yield from map(Record.of, self._messages(spans))
+        for found in self._messages(spans, with_damaged=with_damaged):
+            yield record_of(found)
 
     def stream_bytes(self, spans: Mapping[Place, tuple[int, int]]) -> Iterator[LoggedRecord]:
         """Give the same as `stream`, byte for byte as it lies on the log."""
         yield from map(logged, self._messages(spans))
 
-    def _messages(self, spans: Mapping[Place, tuple[int, int]]) -> Iterator[Any]:
+    def _messages(self, spans: Mapping[Place, tuple[int, int]], *, with_damaged: bool = False) -> Iterator[Any]:
         open_places = {place for place, (start, stop) in spans.items() if start < stop}
         if not open_places:
             return
         self.assign({place: spans[place][0] for place in open_places})
         progress = time.monotonic()
         while open_places:
-            for message in self._arrived():
-                place = (message.topic(), message.partition())
-                if message.error() is not None and message.error().code() == KafkaError._PARTITION_EOF:
-                    self._close_span(place, open_places)
-                elif self._is_record(message) and place in open_places:
-                    if message.offset() < spans[place][1]:
-                        yield message
-                    if message.offset() + 1 >= spans[place][1]:
-                        self._close_span(place, open_places)
+            for found in self._sound(self._arrived(), with_damaged=with_damaged):
+                place, offset = place_of(found)
                 progress = time.monotonic()
+                if place not in open_places:
+                    continue
+                if not is_end(found) and offset < spans[place][1]:
+                    yield found
+                if is_end(found) or offset + 1 >= spans[place][1]:
+                    self._close_span(place, open_places)
             if time.monotonic() - progress > self._timeout_seconds:
                 raise BrokerUnavailable(f"reading {sorted(open_places)} stalled for {self._timeout_seconds:.0f} s; see that the broker runs")
 

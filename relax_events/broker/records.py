@@ -24,6 +24,8 @@ class Record:
     value: bytes
     headers: Mapping[str, str]
     timestamp_ms: int
+    is_damaged: bool = False
+    """Whether its record batch fails its checksum: the value is empty then, key and headers are as read, and may be wrong."""
 
     @classmethod
     def of(cls, message: Any) -> Record:

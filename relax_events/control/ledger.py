@@ -16,6 +16,8 @@ import structlog
 
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import LogReader
+from relax_events.broker.damage import damage_error
+from relax_events.broker.records import Record
 from relax_events.config import RunConfig
 from relax_events.control.topics.purged import PurgedLog
 from relax_events.errors import CorruptRecord, SchemaError
@@ -47,6 +49,7 @@ class Ledger:
     versions: list[int] = field(default_factory=list)
     second_ends: list[str] = field(default_factory=list)
     num_unreadable: int = 0
+    damaged_group_ids: set[str] = field(default_factory=set)
 
     def note(self, event: Event) -> None:
         """Enter an event."""
@@ -104,14 +107,33 @@ class Ledger:
             "staleness_counts": [self.staleness[age] for age in range(max(self.staleness, default=0) + 1)],
         }
 
+    def note_damaged(self, record: Record, *, is_decision: bool) -> None:
+        """Enter a record that fails its checksum: its prompt group may have been issued or generated, which it can't show any more.
+
+        Raises:
+            BrokerError: It held a decision of the trainer's, without which nothing can be proved.
+        """
+        if is_decision:
+            raise damage_error(record.topic, record.partition, record.offset)
+        self.num_unreadable += 1
+        self.damaged_group_ids.add(record.key)
+        log.warning("record.unreadable", place=record.place, error="its record batch fails its checksum")
+
     def purged_groups(self) -> set[str]:
         """Return prompt groups that ended and whose issue was purged: the log can't show any more that they were issued."""
         return {name for name in self.outcomes.keys() - self.issued if self.purged is not None and self.purged.had_issue(name)}
 
     def purged_samples(self) -> set[str]:
         """Return trained samples whose generation was purged: the log can't show any more that they were generated."""
+        return {name for name in self._not_seen_generated() if self._were_purged(name.rpartition("/")[0])}
+
+    def never_generated(self) -> set[str]:
+        """Return trained samples whose generation the log should show, and does not."""
+        return self._not_seen_generated() - self.purged_samples()
+
+    def _not_seen_generated(self) -> set[str]:
         missing = self.trained.keys() - self.rolled_out.keys()
-        return {name for name in missing if self._were_purged(name.rpartition("/")[0])}
+        return {name for name in missing if name.rpartition("/")[0] not in self.damaged_group_ids}
 
     def _were_purged(self, group_id: str) -> bool:
         return self.purged is not None and group_id in self.ended_versions and self.purged.had_samples(group_id, self.ended_versions[group_id])
@@ -131,14 +153,16 @@ class Ledger:
         checks = {
             "sample trained twice": [name for name, count in self.trained.items() if count > 1],
             "sample of a trained prompt group was not trained": sorted(self.lost()),
-            "sample trained that was never generated": sorted(self.trained.keys() - self.rolled_out.keys() - self.purged_samples()),
+            "sample trained that was never generated": sorted(self.never_generated()),
             "prompt group trained without an end on control.group-outcomes": sorted(self.trained_groups.keys() - self.outcomes.keys()),
             "prompt group ended as trained that no step trained": sorted(
                 name for name, outcome in self.outcomes.items() if outcome == "trained" and name not in self.trained_groups
             ),
             "prompt group of a guest was trained": sorted(filter(is_guest, self.trained_groups)),
             "prompt group ended in two ways": self.second_ends,
-            "prompt group trained that was never issued": sorted(self.trained_groups.keys() - self.issued - self.purged_groups()),
+            "prompt group trained that was never issued": sorted(
+                self.trained_groups.keys() - self.issued - self.purged_groups() - self.damaged_group_ids
+            ),
             f"staleness above max_staleness = {self.max_staleness}": [str(age) for age in self.staleness if age > self.max_staleness],
             f"train steps not {self._numbers()}": self._out_of_order(self.steps),
             f"policy versions not {self._numbers()}": self._out_of_order(self.versions),
@@ -173,7 +197,10 @@ def read_ledger(config: RunConfig) -> Ledger:
                 codec.learn(record.value)
         spans = between_commits(reader, decisions)
         spans |= {place: (0, reader.watermarks(*place)[1]) for place in places}  # what was decided on was written before
-        for record in reader.stream(spans):
+        for record in reader.stream(spans, with_damaged=True):
+            if record.is_damaged:
+                ledger.note_damaged(record, is_decision=(record.topic, record.partition) in decisions)
+                continue
             try:
                 ledger.note(codec.decode(record.value))
             except (CorruptRecord, SchemaError) as error:

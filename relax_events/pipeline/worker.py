@@ -122,6 +122,9 @@ class Worker(AbstractContextManager["Worker"]):
 
     def decode(self, record: Record) -> Event | None:
         """Return a record's event; what can't be decoded goes to the dead letters and gives None."""
+        if record.is_damaged:
+            self.dead_letter(record, CorruptRecord("its record batch fails its checksum: bytes were altered on the broker's disk"))
+            return None
         try:
             return self.fetched(self._decode_learning(record.value))
         except (CorruptRecord, SchemaError, ObjectError) as error:

@@ -22,6 +22,8 @@ BY_DEFAULT = [
         "trainer.in_transaction:2",
         "controller.after_command",
     ),
+]
+LONG = [
     (
         "rollout.before_settle:2",
         "reward.after_commit:3",
@@ -31,8 +33,6 @@ BY_DEFAULT = [
         "trainer.replaying",
         "checkpoint.before_shard",
     ),
-]
-LONG = [
     (
         "prompter.after_issue:2",
         "rollout.generating:3",

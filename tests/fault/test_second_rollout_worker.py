@@ -9,9 +9,11 @@ from harness import FaultRun, assert_books_balance
 
 from relax_events.events.types import now_micros
 
+STEPS = 32
+
 
 def test_second_rollout_worker_takes_work_within_five_seconds_and_leaves_none(start_run: Callable[..., FaultRun]) -> None:
-    run = start_run(run={"num_steps": 24})
+    run = start_run(run={"num_steps": STEPS})
     run.start()
     run.until_steps(2)
     run.signal(signal.SIGSTOP, "trainer-0")  # so that there is work left, however long the second worker takes to start
@@ -26,9 +28,11 @@ def test_second_rollout_worker_takes_work_within_five_seconds_and_leaves_none(st
     assert working_at - ready_at < 5_000_000
     run.until(lambda: run.state.workers["rollout-1"].num_processed > 0, "it has written samples")
 
+    run.signal(signal.SIGSTOP, "trainer-0")  # so that the run is not over before the worker has left
     second.send_signal(signal.SIGTERM)
     assert run.until_ended(second) == 0
-    assert run.state.num_steps < 24
+    assert run.state.num_steps < STEPS
+    run.signal(signal.SIGCONT, "trainer-0")
     assert run.until_ended(run.process) == 0
     ledger = assert_books_balance(run)
     assert (ledger["rollouts_regenerated"], ledger["outcomes"]["expired"], ledger["outcomes"]["failed"]) == (0, 0, 0)

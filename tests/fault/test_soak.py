@@ -13,12 +13,18 @@ import soak
 from harness import environment
 
 TESTS = Path(__file__).parents[1]
+QUICK = ("kill-workers", "kill-broker", "poison", "damage-objects", "oversize")  # what does not start everything again
 
 
+@pytest.mark.long
 def test_short_soak_breaks_no_promise(tmp_path: Path) -> None:
     summary_file = tmp_path / "summary.json"
     ended = subprocess.run(
-        [sys.executable, soak.__file__, "--minutes", "0.25", "--seed", "5", "--folder", str(tmp_path / "soak"), "--summary", str(summary_file)],
+        [
+            *(sys.executable, soak.__file__, "--minutes", "0.25", "--seed", "5"),
+            *("--folder", str(tmp_path / "soak"), "--summary", str(summary_file)),
+            *(word for kind in QUICK for word in ("--fault", kind)),
+        ],
         cwd=tmp_path,
         env=environment() | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])},
         stdout=subprocess.PIPE,

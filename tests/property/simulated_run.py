@@ -284,6 +284,7 @@ class SimulatedRun:
         for process in self.processes.values():
             process.kill()
         self.engine.control.close()
+        structlog.reset_defaults()
 
 
 def _tick(self: Worker, *, working: bool) -> None:

@@ -84,7 +84,8 @@ def test_how_to_names_what_exists() -> None:
     examples = re.findall(r'RELAX_FAILPOINTS="([^"]+)"', page)
     assert [len(parsed(example)) for example in examples] == [2]
     named = set(re.findall(r"test_\w+\.py", page))
-    assert named == {path.name for path in (ROOT / "tests/fault").glob("test_*.py")} - {"test_soak.py"}
+    assert named
+    assert named <= {path.name for path in (ROOT / "tests/fault").glob("test_*.py")}
 
 
 def passed_points() -> Iterator[str]:

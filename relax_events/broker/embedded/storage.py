@@ -15,10 +15,16 @@ MINIMUM_FREE_BYTES = 256 << 20
 _MIB = 1 << 20
 
 
-def ensure_formatted(data: Path, *, users: Sequence[ScramCredential] = ()) -> None:
+def ensure_formatted(data: Path, *, users: Sequence[ScramCredential] = (), node_id: int = NODE_ID, cluster_id: str = "") -> None:
     """Make `data` a formatted log folder that knows these users; one that is formatted already keeps its identity and records.
 
     `meta.properties` is what marks a folder as formatted, so it is written last and renamed into place: a crash in between formats again.
+
+    Args:
+        data: The log folder.
+        users: Who can log in from the first moment.
+        node_id: The node's number within its cluster.
+        cluster_id: What all nodes of a cluster share; empty makes one up, for a cluster of one node.
     """
     marker = data / "meta.properties"
     if marker.exists():
@@ -26,7 +32,7 @@ def ensure_formatted(data: Path, *, users: Sequence[ScramCredential] = ()) -> No
     data.mkdir(parents=True, exist_ok=True)
     (data / "bootstrap.checkpoint").write_bytes(bootstrap_checkpoint(users=users))
     draft = data / "meta.properties.tmp"
-    draft.write_text(f"version=1\ncluster.id={new_id()}\nnode.id={NODE_ID}\ndirectory.id={new_id()}\n", encoding="ascii")
+    draft.write_text(f"version=1\ncluster.id={cluster_id or new_id()}\nnode.id={node_id}\ndirectory.id={new_id()}\n", encoding="ascii")
     draft.replace(marker)
 
 

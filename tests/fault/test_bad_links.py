@@ -1,0 +1,72 @@
+"""The link between the run and its broker is slow, silent, cut again and again, or down; then it heals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+from harness import BROKER_SECONDS, FaultRun, assert_books_balance
+from link import Link
+from node import Node, choose_ports, node_behind_link
+
+REQUEST_SECONDS = 5.0
+SILENT_SECONDS = 8.0
+NUM_RESETS = 8
+DOWN_SECONDS = 6.0
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    """Give the link between the run and its broker."""
+    (linked_port,) = choose_ports(1)
+    with Link(linked_port) as opened:
+        yield opened
+
+
+@pytest.fixture
+def broker(directory: Path, run_id: str, link: Link) -> Iterator[Node]:
+    """Give a broker that the run reaches over the link only, and the test without it."""
+    (port,) = choose_ports(1)
+    with node_behind_link(directory / f"{run_id}-node", port=port, linked_port=link.target_port, link_port=link.port) as node:
+        yield node
+
+
+@pytest.mark.long
+def test_run_goes_on_over_bad_links(start_run: Callable[..., FaultRun], link: Link) -> None:
+    run = start_run(run={"num_steps": 50}, broker={"bootstrap_servers": link.address, "request_timeout_seconds": REQUEST_SECONDS})
+    run.start()
+    run.until_steps(4)
+
+    link.latency_seconds, link.bytes_per_second = 0.1, 200_000.0  # 200 ms there and back
+    run.recovers_within(BROKER_SECONDS)
+    link.heal()
+    healed = [run.recovers_within(BROKER_SECONDS)]
+
+    link.fall_silent()
+    before = run.state.num_steps
+    run.follow_for(SILENT_SECONDS)
+    assert run.state.num_steps <= before + 2, "nothing comes over a silent link"
+    link.heal()
+    healed.append(run.recovers_within(BROKER_SECONDS))
+
+    random = Random(0)
+    num_cut = 0
+    for _ in range(NUM_RESETS):
+        num_cut += link.reset()
+        run.follow_for(random.uniform(0.1, 1.0))
+    assert num_cut > NUM_RESETS, "there were connections to be cut"
+    healed.append(run.recovers_within(BROKER_SECONDS))
+
+    link.go_down()
+    before = run.state.num_steps
+    run.follow_for(DOWN_SECONDS)
+    assert run.state.num_steps <= before + 2, "nothing comes over a link that is down"
+    link.heal()
+    healed.append(run.recovers_within(BROKER_SECONDS))
+    assert run.state.num_steps < run.config.run.num_steps, "all this was done within the run, not after it"
+    print("seconds from healing, slow, silent, reset, down:", *(f"{seconds:.1f}" for seconds in healed))
+
+    assert run.until_ended(run.process) == 0
+    assert_books_balance(run)

@@ -1,0 +1,42 @@
+"""One of three brokers dies while it leads the control topics: the others take over, with and without its return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from harness import BROKER_SECONDS, FaultRun, assert_books_balance
+
+
+@pytest.fixture
+def broker(directory: Path, run_id: str) -> Iterator[Cluster]:
+    """Give three brokers that only the test starts and kills."""
+    with Cluster(directory / f"{run_id}-cluster") as cluster:
+        yield cluster
+
+
+@pytest.mark.long
+def test_run_goes_on_when_a_leading_broker_dies_and_when_one_is_lost_for_good(start_run: Callable[..., FaultRun], broker: Cluster) -> None:
+    run = start_run(run={"num_steps": 30}, broker={"bootstrap_servers": broker.bootstrap_servers, "replication_factor": 3})
+    topic = run.plan.topic("control.train-steps")
+    run.start()
+    run.until_steps(3)
+    first = broker.leader(topic)
+    broker.nodes[first].kill()
+    seconds = run.recovers_within(BROKER_SECONDS)
+    broker.nodes[first].start()
+    back = run.recovers_within(BROKER_SECONDS)
+    run.until(lambda: broker.is_whole(""), "the node that came back has caught up", timeout_seconds=BROKER_SECONDS)
+
+    second = broker.leader(topic)
+    assert second != first, "another node leads meanwhile"
+    broker.nodes[second].kill()
+    lost = run.recovers_within(BROKER_SECONDS)
+    assert run.state.num_steps < run.config.run.num_steps, "all this was done within the run, not after it"
+    print(f"seconds: leader killed {seconds:.1f}, back {back:.1f}, another lost {lost:.1f}")
+
+    assert run.until_ended(run.process) == 0
+    assert_books_balance(run)
+    assert broker.nodes[second].pid is None, "one was lost for good"
