@@ -20,26 +20,36 @@ from relax_events.events.types import PromptGroupEnded, SampleRolledOut, StoredA
 INLINE_MAX_BYTES = 64  # tokens and log-probabilities of every sample are larger, here as elsewhere those of long ones
 
 
-def stored_tokens(run: FaultRun) -> dict[str, Path]:
-    """Return where the tokens of the newest samples lie, one sample of each prompt group that has not ended."""
+def rolled_out(run: FaultRun) -> dict[str, Path]:
+    """Return where the tokens of a sample of each prompt group lie."""
     codec = EventCodec()
     events = [codec.decode(record.value) for record in run.records("rollout.samples", num_partitions=run.plan.num_sample_partitions)]
-    found = {}
-    for event in events:
-        if isinstance(event, SampleRolledOut) and isinstance(event.tokens, StoredArray) and event.prompt_group_id not in run.state.ended_group_ids:
-            found[event.prompt_group_id] = Path(unquote(urlsplit(event.tokens.reference.uri).path))
-    return found
+    return {
+        event.prompt_group_id: Path(unquote(urlsplit(event.tokens.reference.uri).path))
+        for event in events
+        if isinstance(event, SampleRolledOut) and isinstance(event.tokens, StoredArray)
+    }
+
+
+def num_waiting(run: FaultRun) -> int:
+    """Return how many prompt groups were issued and have no sample yet."""
+    issued = {record.key for record in run.records("prompt.groups", num_partitions=run.plan.queue_partitions)}
+    return len(issued - rolled_out(run).keys())
 
 
 def test_lost_and_altered_objects_cost_their_prompt_groups_alone(start_run: Callable[..., FaultRun]) -> None:
     run = start_run(run={"num_steps": 12}, objects={"inline_max_bytes": INLINE_MAX_BYTES})
     run.start()
     run.until_steps(2)
-    # The reward role alone has not read what follows: the advantage role has, and waits for scores that will never come.
+    run.signal(signal.SIGSTOP, "rollout-0")
+    run.until(lambda: num_waiting(run) >= 2, "prompt groups wait for rollout")
+    # The reward role alone will not have read what comes now: the advantage role will, and wait for scores that never come.
     run.signal(signal.SIGSTOP, "reward-0")
-    run.until(lambda: len(stored_tokens(run)) >= 2, "samples wait for their reward")
+    before = rolled_out(run)
+    run.signal(signal.SIGCONT, "rollout-0")
+    run.until(lambda: len(rolled_out(run).keys() - before.keys()) >= 2, "samples wait for their reward")
     run.until(lambda: run.state.workers["rollout-0"].num_in_flight == 0, "nothing is being generated")
-    (lost, lost_path), (altered, altered_path) = sorted(stored_tokens(run).items())[-2:]
+    (lost, lost_path), (altered, altered_path) = sorted((group, path) for group, path in rolled_out(run).items() if group not in before)[-2:]
     lost_path.unlink()
     altered_path.write_bytes(altered_path.read_bytes()[:-1] + b"\xff")
     run.signal(signal.SIGCONT, "reward-0")
