@@ -124,7 +124,7 @@ class HashingBackend:
     vocab_size = 100
 
     def __init__(self) -> None:
-        self.policy_version, self._digest, self._names = 0, 0, []
+        self.policy_version, self._digest = 0, 0
         self._names: list[str] = []
 
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:

@@ -97,27 +97,17 @@ class PrincipalAdmin:
 
 
 def _binding(acl: Acl) -> AclBinding:
-    return AclBinding(
-        ResourceType[acl.resource.upper()],
-        acl.name,
-        ResourcePatternType[acl.pattern.upper()],
-        USER + acl.username,
-        ANY,
-        AclOperation[acl.operation.upper()],
-        AclPermissionType.ALLOW,
-    )
+    return AclBinding(*_pattern(acl), AclPermissionType.ALLOW)
 
 
 def _filter(acl: Acl) -> AclBindingFilter:
-    return AclBindingFilter(
-        ResourceType[acl.resource.upper()],
-        acl.name,
-        ResourcePatternType[acl.pattern.upper()],
-        USER + acl.username,
-        ANY,
-        AclOperation[acl.operation.upper()],
-        AclPermissionType.ALLOW,
-    )
+    return AclBindingFilter(*_pattern(acl), AclPermissionType.ALLOW)
+
+
+def _pattern(acl: Acl) -> tuple[ResourceType, str, ResourcePatternType, str, str, AclOperation]:
+    """Return what a binding and the filter that finds it have in common, in the client's order."""
+    operation, pattern = AclOperation[acl.operation.upper()], ResourcePatternType[acl.pattern.upper()]
+    return ResourceType[acl.resource.upper()], acl.name, pattern, USER + acl.username, ANY, operation
 
 
 def _acl(binding: Any) -> Acl:
