@@ -141,6 +141,9 @@ class TrainLoop:
         self._open_batches(history)
         if history.is_fresh:
             self._publish_initial()
+        if self._committer is not None:  # a crash between a commit and its clean-up leaves weights here
+            unwanted = self._newest_unwanted(self._backend.policy_version)
+            delete_weights(self._store, *(old for old in stored_versions(self._store) if 0 < old <= unwanted))
         return history
 
     def _start_from(self, source: SourceRun) -> None:
@@ -361,11 +364,14 @@ class TrainLoop:
 
     def _forget_old(self, version: int) -> None:
         """Delete what the step just committed made superfluous: weights that no engine can want, checkpoints but the newest."""
-        oldest = version - max(2 * self._worker.plan.num_slots, self._config.run.retain_versions)
-        delete_weights(self._store, *(old for old in stored_versions(self._store) if 0 < old <= oldest))  # also those that a crash left here
+        if (unwanted := self._newest_unwanted(version)) > 0:
+            delete_weights(self._store, unwanted)
         if self._checkpoint is not None and self._checkpoint != self._pruned_to:
             self._pruned_to = self._checkpoint
             self._checkpoints.prune(self._checkpoint)
+
+    def _newest_unwanted(self, version: int) -> int:
+        return version - max(2 * self._worker.plan.num_slots, self._config.run.retain_versions)
 
     def _poll_checkpoint(self) -> None:
         if self._pending is not None and (reference := self._pending.poll()) is not None:
