@@ -65,7 +65,7 @@ def make_tiny(path: Path, *, config: Path | None = None, corpus: Path | None = N
 
 def _from_run_file(path: Path, run_file: Path) -> Path:
     from relax_events.config import load_run_config
-    from relax_events.config.sections import TinyModelConfig
+    from relax_events.config.generation import TinyModelConfig
     from relax_events.data.preparation import make_tiny_for
 
     config = load_run_config(run_file)

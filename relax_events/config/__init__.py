@@ -1,23 +1,13 @@
 """What a run is: one TOML file, checked by pydantic, with flags and environment on top. Imports neither torch nor Kafka."""
 
+from relax_events.config.algorithm import AlgorithmConfig
+from relax_events.config.broker import BrokerConfig, ObjectsConfig
+from relax_events.config.data import DataConfig
+from relax_events.config.generation import EngineConfig, ModelConfig, SamplingConfig
 from relax_events.config.loading import load_run_config
-from relax_events.config.sections import (
-    AlgorithmConfig,
-    BrokerConfig,
-    DataConfig,
-    EngineConfig,
-    ModelConfig,
-    ObjectsConfig,
-    RewardConfig,
-    RunConfig,
-    RunSection,
-    SamplingConfig,
-    SourceSection,
-    TelemetryConfig,
-    TrainerConfig,
-    WarmStartConfig,
-    WorkersConfig,
-)
+from relax_events.config.reward import RewardConfig
+from relax_events.config.sections import RunConfig, RunSection, SourceSection, TelemetryConfig, WorkersConfig
+from relax_events.config.training import TrainerConfig, WarmStartConfig
 
 __all__ = [
     "AlgorithmConfig",

@@ -12,7 +12,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from relax_events.config.sections import SECRET_CLIENT_KEYS, RunConfig, secret_remedy
+from relax_events.config.broker import SECRET_CLIENT_KEYS, secret_remedy
+from relax_events.config.sections import RunConfig
 from relax_events.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "RELAX_"

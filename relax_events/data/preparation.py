@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from relax_events.config import DataConfig, RunConfig, WarmStartConfig
-from relax_events.config.sections import TinyModelConfig
+from relax_events.config.generation import TinyModelConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow
 from relax_events.data.sources import open_source

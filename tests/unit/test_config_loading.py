@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from relax_events.config import RunConfig, load_run_config
-from relax_events.config.sections import GUARDED_CLIENT_KEYS
+from relax_events.config.broker import GUARDED_CLIENT_KEYS
 from relax_events.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]

@@ -1,0 +1,114 @@
+"""The sections `broker` and `objects`: where the log is, and where large things lie."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from relax_events.config.base import Positive, Seconds, Section
+
+GUARDED_CLIENT_KEYS = frozenset(
+    {"enable.idempotence", "isolation.level", "check.crcs", "enable.auto.commit", "acks", "auto.offset.reset", "transactional.id", "group.id"}
+)
+SECRET_CLIENT_KEYS = frozenset(
+    {
+        "sasl.password",
+        "sasl.oauthbearer.client.secret",
+        "sasl.oauthbearer.config",
+        "sasl.oauthbearer.assertion.private.key.passphrase",
+        "sasl.oauthbearer.assertion.private.key.pem",
+        "ssl.key.password",
+        "ssl.key.pem",
+        "ssl.keystore.password",
+    }
+)
+
+
+def secret_remedy(key: str) -> str:
+    """Say where a secret librdkafka setting belongs."""
+    if key == "sasl.password":
+        return "write it into a file and name that in broker.password_file, or set BROKER_PASSWORD in the environment"
+    return f'write it into a file and name that in broker.secret_files: {{ {key!r} = "/path/to/file" }}'
+
+
+class BrokerConfig(Section):
+    """Where the log is, and how its clients behave."""
+
+    bootstrap_servers: str = "embedded"
+    """`embedded` starts a real broker on this machine; otherwise `host:port,host:port`."""
+    shards: Positive = 2
+    """Partitions for each policy-version slot: how many workers of a role, or trainer ranks, can share one version."""
+    queue_partitions: Positive = 4
+    """Partitions of the prompt queue; bounds the rollout workers of the consumer-group way."""
+    replication_factor: Positive = 1
+    """Copies of each partition."""
+    lease: Literal["share_group", "consumer_group"] = "share_group"
+    """How rollout workers divide the prompt queue; `consumer_group` is for brokers without share groups."""
+    lease_seconds: Seconds = 900.0
+    """How long a prompt group may take before another worker may have it (share groups)."""
+    session_timeout_seconds: Seconds = 6.0
+    """After how long the broker gives a silent member's partitions to another."""
+    request_timeout_seconds: Seconds = 30.0
+    """Deadline of every single call to the broker."""
+    linger_ms: Annotated[float, Field(ge=0)] = 2.0
+    """How long a producer waits to fill a record batch, in milliseconds."""
+    compression: Literal["none", "lz4", "zstd"] = "none"
+    """Compression of sample topics."""
+    credentials: Path | None = None
+    """Folder made by `relax broker secure`. Every process takes its own principal's password from it, and the embedded broker lets
+    nobody else in. Empty means no security, or what the next four keys say."""
+    principal: str = ""
+    """Whom to be among the folder's principals; empty means the worker's role, and `operator` for all other commands."""
+    username: str = ""
+    """User of SASL/SCRAM-SHA-512 over TLS; its password is in `password_file`, or in the environment as `BROKER_PASSWORD`."""
+    password_file: Path | None = None
+    """File that holds nothing but the password."""
+    ca_file: Path | None = None
+    """PEM file of the authority that signed the brokers' certificates; empty means those that this machine trusts."""
+    secret_files: dict[str, Path] = Field(default_factory=dict)
+    """librdkafka settings that are secrets, each in a file of its own, for example `"ssl.key.password" = "/run/secrets/key"`."""
+    schema_registry: str = ""
+    """Address of a schema registry with Confluent's interface, `http://host:port/path`, whose schema ids then frame the records; empty
+    means Avro's single-object encoding. Records of both kinds are read either way."""
+    schema_registry_login_file: Path | None = None
+    """File that holds `user:password` for the registry, which may also stand in the environment as `SCHEMA_REGISTRY_LOGIN`."""
+    client: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Raw librdkafka settings, for security and tuning. Keys that carry a promise of ours are refused, and so are secrets."""
+
+    @field_validator("secret_files")
+    @classmethod
+    def _only_secrets(cls, secret_files: dict[str, Path]) -> dict[str, Path]:
+        if strange := sorted(secret_files.keys() - SECRET_CLIENT_KEYS):
+            raise ValueError(f"{strange[0]} is no secret setting of librdkafka, which are {', '.join(sorted(SECRET_CLIENT_KEYS))}; use broker.client")
+        return secret_files
+
+    @field_validator("schema_registry")
+    @classmethod
+    def _is_an_address_without_login(cls, url: str) -> str:
+        if url and not re.fullmatch(r"https?://[^\s@]+", url):
+            shown = re.sub(r"//[^/]*@", "//...@", url)
+            raise ValueError(f"must be http(s)://host:port/path without a login, got {shown!r}; a login goes into broker.schema_registry_login_file")
+        return url
+
+    @field_validator("client")
+    @classmethod
+    def _promises_stay(cls, client: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(GUARDED_CLIENT_KEYS & client.keys()):
+            raise ValueError(f"{taken[0]} carries a delivery promise and can't be overridden; remove it from broker.client")
+        return client
+
+
+class ObjectsConfig(Section):
+    """Where large things lie: weights, checkpoints, media, big tensors."""
+
+    uri: str = ""
+    """`file:///path`, `s3://bucket/prefix`, `gs://bucket/prefix` or `memory://`; empty means `<run directory>/objects`."""
+    allowed_roots: tuple[str, ...] = ()
+    """Where media that a record refers to may lie besides the run's own store, for example `s3://pictures/`; empty means nowhere."""
+    moved_from: tuple[str, ...] = ()
+    """Stores whose objects were copied into this one, as `relax topics import` names them: references to those are found here."""
+    inline_max_bytes: Positive = 262_144
+    """Tensors above this travel by reference (claim check) rather than inside the record."""

@@ -1,0 +1,70 @@
+"""The sections `model` and `engine`: what generates samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from relax_events.config.base import Positive, Section
+
+
+class TinyModelConfig(Section):
+    """A small model of a real architecture, made on this machine with random weights and a tokenizer of its own."""
+
+    family: Literal["qwen3", "qwen3_moe"] = "qwen3"
+    """Architecture."""
+    hidden_size: Annotated[int, Field(ge=32, multiple_of=32)] = 64
+    """Width of the model."""
+    num_layers: Positive = 2
+    """Decoder layers."""
+    vocab_size: Annotated[int, Field(ge=256)] = 256
+    """Byte symbols and learnt merges; 256 leaves one token per byte."""
+    corpus_rows: Positive = 1000
+    """Prompts and answers of the data that the tokenizer is trained on."""
+
+
+class ModelConfig(Section):
+    """The policy's initial weights and tokenizer."""
+
+    path: Path
+    """A folder in Hugging Face layout: config, safetensors, tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights in engine and trainer."""
+    device: str = "auto"
+    """`auto` takes a GPU where there is one, else the CPU."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """Attention implementation of the model."""
+    tiny: TinyModelConfig | None = None
+    """How `relax models prepare` makes the model where `path` does not exist; without it the folder must be there."""
+
+
+class SamplingConfig(Section):
+    """How the next token is drawn."""
+
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits; log-probabilities are those of the tempered distribution."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Keeps the smallest set of tokens with at least this probability; 1 keeps all."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Keeps the k most probable tokens; 0 keeps all."""
+    max_new_tokens: Positive = 32
+    """Ends a sample with finish reason `length`."""
+
+
+class EngineConfig(Section):
+    """The inference engine of a rollout worker."""
+
+    name: str = "transformers"
+    """Entry point in the group `relax_events.engines`, or `path/to/file.py:Class`."""
+    max_prompt_groups: Positive = 32
+    """Prompt groups that one worker holds at a time (leases)."""
+    max_running_samples: Positive = 256
+    """Samples decoded side by side."""
+    max_context_tokens: Positive = 512
+    """Prompt and completion together; longer prompts fail with a reason."""
+    threads: Annotated[int, Field(ge=0)] = 1
+    """CPU threads of the engine; 0 leaves the choice to torch."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling of training rollouts."""
