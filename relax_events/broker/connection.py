@@ -133,7 +133,7 @@ class Connection:
             "socket.keepalive.enable": True,
             "reconnect.backoff.ms": 50,
             "reconnect.backoff.max.ms": 1000,
-            "topic.metadata.refresh.interval.ms": 30_000,
+            "topic.metadata.refresh.interval.ms": 10_000,  # a broker that was cut off still says that it leads; others know better
             "log_level": 2,
             "error_cb": ConnectionLog(self.bootstrap_servers, self.refusals),
         }

@@ -16,7 +16,7 @@ from relax_events.broker.security.principals import PrincipalAdmin, SecurityChan
 from relax_events.broker.security.settings import admin_security, broker_security
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
-from relax_events.topics.rights import PRINCIPALS, acls_of, prefix_of, username_of
+from relax_events.topics.rights import PRINCIPALS, Acl, acls_of, prefix_of, username_of
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost")
 CA_LIFETIME = timedelta(days=3650)
@@ -31,9 +31,7 @@ class Renewal:
     passwords: bool = False
 
 
-def make_folder(
-    config: RunConfig, path: Path, *, hosts: Sequence[str] = (), lifetime: timedelta, renewal: Renewal = Renewal()
-) -> list[Path]:
+def make_folder(config: RunConfig, path: Path, *, hosts: Sequence[str] = (), lifetime: timedelta, renewal: Renewal = Renewal()) -> list[Path]:
     """Make a security folder or add a run to it; what is there stays, unless it is to be renewed.
 
     Args:
@@ -54,7 +52,7 @@ def make_folder(
     if folder.ensure_password(ADMIN):
         written.append(folder.password_file(ADMIN))
     texts = {folder.environment_file(user): _environment_text(folder, user) for user in users}
-    texts[folder.acl_file(config.run.id)] = orjson.dumps([acl.as_dict() for acl in acls_of(config.run.id)], option=orjson.OPT_INDENT_2)
+    texts[folder.acl_file(config.run.id)] = orjson.dumps([acl.as_dict() for acl in rights_of(config)], option=orjson.OPT_INDENT_2)
     texts[folder.properties_file] = _properties_text(folder)
     texts[folder.path / "security.toml"] = _overlay_text(folder)
     return written + [file for file, text in texts.items() if _write_if_new(file, text)]
@@ -130,10 +128,15 @@ def security_folder(config: RunConfig) -> SecurityFolder:
     return SecurityFolder(config.broker.credentials.absolute())
 
 
+def rights_of(config: RunConfig) -> list[Acl]:
+    """Return all rights that the run's principals need."""
+    return acls_of(config.run.id, source_run_id=config.source.run)
+
+
 def plan_security(config: RunConfig, connection: Connection) -> SecurityChanges:
     """Return what `apply_security` would change."""
     prefix, folder = prefix_of(config.run.id), security_folder(config)
-    return PrincipalAdmin(connection).changes(prefix, acls_of(config.run.id), folder.usernames(config.run.id))
+    return PrincipalAdmin(connection).changes(prefix, rights_of(config), folder.usernames(config.run.id))
 
 
 def apply_security(config: RunConfig, connection: Connection) -> SecurityChanges:

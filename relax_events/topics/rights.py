@@ -49,6 +49,8 @@ PERSON_RIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """What a person may do with everything of the run: `operator` runs it, `reader` only looks."""
 PRINCIPALS = (*ROLE_RIGHTS, *PERSON_RIGHTS)
+SOURCE_READERS = ("trainer", "controller", *PERSON_RIGHTS)
+"""Who reads the log of the run that this one replays or is forked from: `config.source.run`."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -76,9 +78,9 @@ def username_of(run_id: str, principal: str) -> str:
     return f"{prefix_of(run_id)}{principal}"
 
 
-def acls_of(run_id: str) -> list[Acl]:
-    """Return all permissions of a run, sorted."""
-    return sorted({*_of_roles(run_id), *_of_people(run_id)})
+def acls_of(run_id: str, *, source_run_id: str = "") -> list[Acl]:
+    """Return all permissions of a run, sorted; `source_run_id` names the run that it replays or is forked from."""
+    return sorted({*_of_roles(run_id), *_of_people(run_id), *(_on_source(run_id, source_run_id) if source_run_id else ())})
 
 
 def _of_roles(run_id: str) -> Iterable[Acl]:
@@ -105,3 +107,9 @@ def _of_people(run_id: str) -> Iterable[Acl]:
     for person, kinds in PERSON_RIGHTS.items():
         for resource, operations in kinds.items():
             yield from (Acl(username_of(run_id, person), resource, prefix_of(run_id), "prefixed", operation) for operation in operations)
+
+
+def _on_source(run_id: str, source_run_id: str) -> Iterable[Acl]:
+    for principal in SOURCE_READERS:
+        for operation in PERSON_RIGHTS["reader"]["topic"]:
+            yield Acl(username_of(run_id, principal), "topic", prefix_of(source_run_id), "prefixed", operation)

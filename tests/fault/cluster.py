@@ -1,10 +1,17 @@
-"""A cluster of three nodes on this machine: three copies of everything, two of which must have a record before it counts."""
+"""A cluster of three nodes on this machine: three copies of everything, two of which must have a record before it counts.
+
+The nodes reach each other over links only, so that one can be cut off from the other two while all clients still reach it.
+"""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Self
 
+import psutil
+from link import Link
 from node import Node, choose_ports
 
 from relax_events.broker.admin import Admin
@@ -35,20 +42,38 @@ class Cluster:
     """Three combined nodes with static voters. It is used where a run has an embedded broker."""
 
     def __init__(self, directory: Path) -> None:
-        ports = choose_ports(2 * NUM_NODES)
-        voters = ",".join(f"{number + 1}@{HOST}:{ports[NUM_NODES + number]}" for number in range(NUM_NODES))
+        client_ports, inner_ports, controller_ports, inner_link_ports, controller_link_ports = (
+            dict(zip(range(1, NUM_NODES + 1), ports, strict=True)) for ports in grouped(choose_ports(5 * NUM_NODES))
+        )
+        voters = ",".join(f"{number}@{HOST}:{port}" for number, port in controller_link_ports.items())
         cluster_id = new_id()
-        self.nodes = {
-            number + 1: Node(
-                directory / f"node-{number + 1}",
-                port=ports[number],
-                controller_port=ports[NUM_NODES + number],
-                properties={"node.id": str(number + 1), "controller.quorum.voters": voters, **REPLICATED, **FAST_FAILOVER},
-                node_id=number + 1,
+        self._cut_off: int | None = None
+        self._stack = ExitStack()
+        self._links: list[Link] = []
+        self.nodes: dict[int, Node] = {}
+        for number, port in client_ports.items():
+            admits = partial(self._admits, number)
+            inner = Link(inner_ports[number], port=inner_link_ports[number], admits=admits)
+            controller = Link(controller_ports[number], port=controller_link_ports[number], admits=admits)
+            self._links += [inner, controller]
+            listeners = f"PLAINTEXT://{HOST}:{port},INNER://{HOST}:{inner.target_port},CONTROLLER://{HOST}:{controller.target_port}"
+            advertised = f"PLAINTEXT://{HOST}:{port},INNER://{HOST}:{inner.port},CONTROLLER://{HOST}:{controller.port}"
+            layout = {
+                "node.id": str(number),
+                "controller.quorum.voters": voters,
+                "listeners": listeners,
+                "advertised.listeners": advertised,
+                "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,INNER:PLAINTEXT,PLAINTEXT:PLAINTEXT",
+                "inter.broker.listener.name": "INNER",
+            }
+            self.nodes[number] = Node(
+                directory / f"node-{number}",
+                port=port,
+                controller_port=controller.target_port,
+                properties={**layout, **REPLICATED, **FAST_FAILOVER},
+                node_id=number,
                 cluster_id=cluster_id,
             )
-            for number in range(NUM_NODES)
-        }
 
     @property
     def bootstrap_servers(self) -> str:
@@ -78,10 +103,49 @@ class Cluster:
         finally:
             admin.close()
 
+    def cut_off(self, number: int) -> None:
+        """Carry nothing between one node and the other two, and don't say so."""
+        self._cut_off = number
+        self._reset()
+
+    def reunite(self) -> None:
+        """Carry everything again."""
+        self._cut_off = None
+        self._reset()
+
+    def _reset(self) -> None:
+        for link in self._links:
+            link.reset()
+
+    def _admits(self, target: int, client_port: int) -> bool:
+        """Tell whether the node at the other end of a connection is on the same side of the cut as its target."""
+        if self._cut_off is None:
+            return True
+        client = next((number for number, node in self.nodes.items() if holds_port(node, client_port)), None)
+        return client is not None and (client == self._cut_off) == (target == self._cut_off)
+
     def __enter__(self) -> Self:
+        for link in self._links:
+            self._stack.enter_context(link)
         self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         for node in self.nodes.values():
             node.kill()
+        self._stack.close()
+
+
+def grouped(ports: list[int]) -> list[list[int]]:
+    """Lay ports out in groups of one for each node."""
+    return [ports[start : start + NUM_NODES] for start in range(0, len(ports), NUM_NODES)]
+
+
+def holds_port(node: Node, port: int) -> bool:
+    """Tell whether a connection of a node's process has this local port."""
+    try:
+        return node.pid is not None and any(
+            connection.laddr.port == port for connection in psutil.Process(node.pid).net_connections("tcp") if connection.laddr
+        )
+    except psutil.NoSuchProcess:
+        return False

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import orjson
 import psutil
+from link import Link
 
 from relax_events.broker.admin import Admin
 from relax_events.broker.connection import Connection
@@ -58,8 +59,8 @@ def command(*arguments: str | Path) -> list[str]:
 class FaultRun:
     """A run in a folder of its own: `relax run` as a process, and the control log as its witness. Leaving it ends all its processes."""
 
-    def __init__(self, config: RunConfig, broker: EmbeddedBroker) -> None:
-        self.config, self.broker = config, broker
+    def __init__(self, config: RunConfig, broker: EmbeddedBroker, link: Link | None = None) -> None:
+        self.config, self.broker, self.link = config, broker, link
         self.folder = config.run_directory
         self.folder.mkdir(parents=True)
         self.run_file = self.folder / "given.json"

@@ -26,9 +26,11 @@ class Link:
     it relays from entry to exit.
     """
 
-    def __init__(self, target_port: int) -> None:
-        self.port = choose_port(taken=frozenset({target_port}))
+    def __init__(self, target_port: int, *, port: int | None = None, admits: Callable[[int], bool] | None = None) -> None:
+        self.port = port or choose_port(taken=frozenset({target_port}))
         self.target_port = target_port
+        self._admits = admits
+        """Whether a client at this port gets an answer; asked once for each connection."""
         self.latency_seconds = 0.0
         """On each way."""
         self.bytes_per_second = float("inf")
@@ -63,7 +65,7 @@ class Link:
 
     def reset(self) -> int:
         """End every connection by a reset, and return how many there were; new ones are taken."""
-        num_open = len(self._sockets) // 2
+        num_open = len(self._tasks)
         self._loop.call_soon_threadsafe(self._abort)
         return num_open
 
@@ -108,6 +110,10 @@ class Link:
         ends = [to_client]
         try:
             self._sockets.add(to_client.get_extra_info("socket"))
+            if self._admits and not await asyncio.to_thread(self._admits, to_client.get_extra_info("peername")[1]):
+                while await from_client.read(CHUNK_BYTES):
+                    pass
+                return
             from_target, to_target = await asyncio.open_connection(HOST, self.target_port)
             ends.append(to_target)
             self._sockets.add(to_target.get_extra_info("socket"))

@@ -1,8 +1,9 @@
 """Breaks runs for as long as one likes, by a seeded schedule, and has the ledger check them: `make soak MINUTES=60 SEED=1`.
 
-A soak is a row of runs with different settings. Into each, one fault after another is injected; the run must be over each within its
-bound. The ledger is checked on the running log every minute, and when the run has reached a goal at its end. Exit code 6 means that a
-promise was broken, or a bound passed: then everything is kept. Otherwise each run's topics and files go before the next one starts.
+A soak is a row of runs with different settings; every other one has a link between it and its broker. Into each, one fault after another is
+injected; the run must be over each within its bound. The ledger is checked on the running log every minute, and when the run has reached a
+goal at its end. Exit code 6 means that a promise was broken, or a bound passed: then everything is kept. Otherwise each run's topics and
+files go before the next one starts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -22,6 +25,8 @@ from typing import Any
 
 import orjson
 from harness import FaultRun, assert_books_balance
+from link import Link
+from node import Node, choose_ports, node_behind_link
 from soak_faults import FAULTS, Fault
 from stage import laid_over, lay_out, make_model, usual_tree
 
@@ -32,6 +37,7 @@ from relax_events.config import RunConfig
 
 RUN_SECONDS = 300.0
 CHECK_SECONDS = 60.0
+LINK_REQUEST_SECONDS = 5.0
 START_SECONDS = 120.0
 LAST_STEPS = 5
 ENDLESS = 1_000_000
@@ -79,22 +85,24 @@ class Soak:
         lay_out(self.folder)
         make_model(self.folder)
         random = Random(self.seed)
-        with EmbeddedBroker(self.folder / "broker") as broker:
+        with EmbeddedBroker(self.folder / "broker") as own, far_broker(self.folder / "far") as (far, link):
             self.started = time.monotonic()
             number = 0
             while self.seconds_left > 0 and not self.violations:
-                with FaultRun(self._settings(number, random), broker) as run:
+                given = (far, link) if number % 2 else (own, None)
+                with FaultRun(self._settings(number, random, given[1]), *given) as run:
                     self._soak_one(run, random)
                 if not self.violations:
                     forget(run)
                 number += 1
 
-    def _settings(self, number: int, random: Random) -> RunConfig:
+    def _settings(self, number: int, random: Random, link: Link | None) -> RunConfig:
+        over_link = {"bootstrap_servers": link.address, "request_timeout_seconds": LINK_REQUEST_SECONDS} if link else {}
         tree = laid_over(
             usual_tree(self.folder, f"soak-{self.seed}-{number}"),
             {
                 "run": MODES[number % len(MODES)] | {"num_steps": ENDLESS, "seed": random.randrange(2**31), "max_failed_groups": ENDLESS},
-                "broker": {"lease": random.choice(["share_group", "share_group", "consumer_group"])},
+                "broker": {"lease": random.choice(["share_group", "share_group", "consumer_group"])} | over_link,
                 "objects": {"inline_max_bytes": 150},  # so that the longest prompts travel by reference
                 "reward": {"function": f"{self.folder / 'reward.py'}:badly", "timeout_seconds": 2.0},
                 "workers": {"rollout": random.choice([1, 2]), "advantage": random.choice([1, 2]), "max_restarts": ENDLESS},
@@ -104,7 +112,12 @@ class Soak:
 
     def _soak_one(self, run: FaultRun, random: Random) -> None:
         config = run.config
-        settings = {"lease": config.broker.lease, "rollout": config.workers.rollout, "advantage": config.workers.advantage}
+        settings = {
+            "lease": config.broker.lease,
+            "rollout": config.workers.rollout,
+            "advantage": config.workers.advantage,
+            "link": run.link is not None,
+        }
         self._say(f"run {config.run.id}: {MODES[len(self.runs) % len(MODES)] | settings}")
         try:
             run.start()
@@ -124,9 +137,10 @@ class Soak:
         """Inject faults, every kind before any comes again, until this run's time is over."""
         begun_at = checked_at = time.monotonic()
         ends_at = begun_at + min(RUN_SECONDS, self.seconds_left)
+        possible = [kind for kind in self.kinds if run.link is not None or not FAULTS[kind].needs_link]
         kinds: list[str] = []
         while time.monotonic() < ends_at and not self.violations:
-            kinds = kinds or random.sample(self.kinds, len(self.kinds))
+            kinds = kinds or random.sample(possible, len(possible))
             run.follow_for(random.uniform(0.2, 3.0))
             self._inject(run, kinds.pop(), random)
             if time.monotonic() - checked_at > CHECK_SECONDS:
@@ -174,6 +188,14 @@ class Soak:
             "seconds_max": round(max(seconds), 2) if seconds else None,
             "bound_seconds": fault.bound_seconds * self.patience,
         }
+
+
+@contextmanager
+def far_broker(folder: Path) -> Iterator[tuple[Node, Link]]:
+    """Give a broker that a run reaches over a link, and others without it; nobody but a fault starts it again."""
+    port, linked_port = choose_ports(2)
+    with Link(linked_port) as link, node_behind_link(folder, port=port, linked_port=linked_port, link_port=link.port) as node:
+        yield node, link
 
 
 def finished(run: FaultRun) -> dict[str, Any]:

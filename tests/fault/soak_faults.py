@@ -11,6 +11,7 @@ from random import Random
 
 import psutil
 from harness import FaultRun
+from link import Link
 from poison import OVERSIZE_BYTES, poison_prompts, poison_samples
 
 from relax_events.broker.producer import RecordProducer
@@ -30,6 +31,8 @@ class Fault:
     inject: Inject
     bound_seconds: float
     """By when the run must have gone on, on a machine that is busy with other things."""
+    needs_link: bool = False
+    """Whether only a run can have it that reaches its broker over a link."""
 
 
 def kill_workers(run: FaultRun, random: Random) -> str:
@@ -52,8 +55,11 @@ def pause_worker(run: FaultRun, random: Random) -> str:
 
 
 def kill_broker(run: FaultRun, random: Random) -> str:
-    """Kill the broker; `relax run` starts it again."""
+    """Kill the broker; `relax run` starts its own again, one that it was given has to be started for it."""
     run.broker.kill()
+    if run.link is not None:
+        run.follow_for(random.uniform(0.0, PAUSE_SECONDS))
+        run.broker.start()
     return "broker"
 
 
@@ -158,6 +164,43 @@ def join_and_leave(run: FaultRun, random: Random) -> str:
     return f"{worker_id}, {number.name}"
 
 
+def slow_link(run: FaultRun, random: Random) -> str:
+    """Let the link be slow for a while, with little room."""
+    link = linked(run)
+    link.latency_seconds, link.bytes_per_second = random.uniform(0.02, 0.2), random.uniform(0.2e6, 2e6)
+    slowness = f"{1000 * link.latency_seconds:.0f} ms each way, {link.bytes_per_second / 1e6:.1f} MB/s"
+    run.follow_for(PAUSE_SECONDS)
+    link.heal()
+    return slowness
+
+
+def silent_link(run: FaultRun, random: Random) -> str:
+    """Let the link carry nothing for a while, and not say so."""
+    link = linked(run)
+    link.fall_silent()
+    run.follow_for(PAUSE_SECONDS)
+    link.heal()
+    return "link"
+
+
+def cut_link(run: FaultRun, random: Random) -> str:
+    """Reset all connections, a few times."""
+    num_cut = 0
+    for _ in range(random.randint(1, 5)):
+        num_cut += linked(run).reset()
+        run.follow_for(random.uniform(0.1, 1.0))
+    return f"{num_cut} connections"
+
+
+def link_down(run: FaultRun, random: Random) -> str:
+    """Let the link refuse everything for a while."""
+    link = linked(run)
+    link.go_down()
+    run.follow_for(random.uniform(0.5, PAUSE_SECONDS))
+    link.heal()
+    return "link"
+
+
 FAULTS = {
     "kill-workers": Fault(kill_workers, 45.0),
     "pause-worker": Fault(pause_worker, 30.0),
@@ -172,7 +215,17 @@ FAULTS = {
     "drain-run": Fault(drain_run, 60.0),
     "crash-points": Fault(crash_points, 75.0),
     "join-and-leave": Fault(join_and_leave, 30.0),
+    "slow-link": Fault(slow_link, 30.0, needs_link=True),
+    "silent-link": Fault(silent_link, 45.0, needs_link=True),
+    "cut-link": Fault(cut_link, 30.0, needs_link=True),
+    "link-down": Fault(link_down, 45.0, needs_link=True),
 }
+
+
+def linked(run: FaultRun) -> Link:
+    """Return the link between a run and its broker."""
+    assert run.link is not None, "a run without a link has no faults of one"
+    return run.link
 
 
 def restart(run: FaultRun, number: int) -> str:

@@ -1,4 +1,4 @@
-"""One of three brokers dies while it leads the control topics: the others take over, with and without its return."""
+"""One of three brokers dies, or is cut off from the other two, while it leads the control topics: the others take over."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
-from harness import BROKER_SECONDS, FaultRun, assert_books_balance
+from harness import BROKER_SECONDS, EVERYTHING_SECONDS, FaultRun, assert_books_balance
 
 
 @pytest.fixture
@@ -40,3 +40,27 @@ def test_run_goes_on_when_a_leading_broker_dies_and_when_one_is_lost_for_good(st
     assert run.until_ended(run.process) == 0
     assert_books_balance(run)
     assert broker.nodes[second].pid is None, "one was lost for good"
+
+
+@pytest.mark.long
+def test_run_goes_on_when_the_leading_broker_is_cut_off_from_the_others(start_run: Callable[..., FaultRun], broker: Cluster) -> None:
+    """Every client still reaches it, and it still believes that it leads: what it takes must not count, and nobody may wait for it long."""
+    run = start_run(run={"num_steps": 40}, broker={"bootstrap_servers": broker.bootstrap_servers, "replication_factor": 3})
+    topic = run.plan.topic("control.train-steps")
+    run.start()
+    run.until_steps(3)
+    first = broker.leader(topic)
+    broker.cut_off(first)
+    seconds = run.recovers_within(EVERYTHING_SECONDS)
+    pid = broker.nodes[first].pid
+    assert pid is not None, "it was cut off, not killed"
+
+    broker.reunite()
+    reunited = run.recovers_within(BROKER_SECONDS)
+    run.until(lambda: broker.is_whole(""), "the node that was cut off has caught up", timeout_seconds=BROKER_SECONDS)
+    assert broker.nodes[first].pid == pid
+    assert run.state.num_steps < run.config.run.num_steps, "all this was done within the run, not after it"
+    print(f"seconds: cut off {seconds:.1f}, reunited {reunited:.1f}")
+
+    assert run.until_ended(run.process) == 0
+    assert_books_balance(run)

@@ -91,3 +91,11 @@ def test_right_is_written_out_for_other_tools() -> None:
         "host": "*",
         "permission": "allow",
     }
+
+
+def test_replay_may_read_its_source_and_nothing_else_of_it() -> None:
+    more = set(acls_of("demo", source_run_id="first")) - set(ACLS)
+    assert set(ACLS) < set(acls_of("demo", source_run_id="first"))
+    assert {(acl.resource, acl.name, acl.pattern) for acl in more} == {("topic", "relax.first.", "prefixed")}
+    assert {acl.operation for acl in more} == {"read", "describe_configs"}
+    assert {acl.username for acl in more} == {f"relax.demo.{name}" for name in ("trainer", "controller", "operator", "reader")}
