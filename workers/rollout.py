@@ -35,7 +35,7 @@ from workers.opening import open_store, open_worker
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
 STEP_SECONDS = 0.25
-MAX_DELIVERIES = 4  # the broker drops a record after its fifth delivery by default, and tells nobody
+MAX_DELIVERIES = 4  # the broker drops a record after its tenth delivery, or its fifth where it has its own mind, and tells nobody
 RELOAD_SECONDS = 2.0
 REMEMBERED_GROUPS = 1024  # a settlement that the broker missed brings its prompt group back within this many
 
@@ -182,7 +182,7 @@ class RolloutLoop:
         elif (group := self._at_work(event.prompt_group_id)) is not None:
             group.leases.append(lease)
         elif lease.delivery_count > MAX_DELIVERIES:
-            self._fail(lease, f"given up after {MAX_DELIVERIES} deliveries: every worker that took it died")
+            self._fail(lease, f"given up after {MAX_DELIVERIES} deliveries: each worker that took it died or was stopped")
         else:
             try:
                 self._waiting.append(GroupInWork([lease], event, self._renderer.prompt_tokens(event.messages)))

@@ -48,6 +48,7 @@ REFUSED = {
     KafkaError.SASL_AUTHENTICATION_FAILED,
     KafkaError.MSG_SIZE_TOO_LARGE,
     KafkaError.POLICY_VIOLATION,
+    KafkaError.INVALID_CONFIG,
     KafkaError.UNKNOWN_TOPIC_OR_PART,
     KafkaError._UNKNOWN_TOPIC,
 }

@@ -19,6 +19,7 @@ GROUP_SETTINGS = (
     "share.auto.offset.reset",
     "share.isolation.level",
     "share.record.lock.duration.ms",
+    "share.delivery.count.limit",
 )
 
 

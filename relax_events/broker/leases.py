@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from relax_events.events.types import TopicOffset
 
 log = structlog.get_logger()
 POLL_SECONDS = 1.0
+LEAVE_SECONDS = POLL_SECONDS + 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,17 @@ class LeaseSource(Protocol):
 
 
 class ShareLeases:
-    """See the module's docstring. Each lane waits in the client, not in a loop of ours."""
+    """See the module's docstring. Each lane waits in the client, not in a loop of ours.
+
+    Every delivery of a record counts, and after so many the broker drops it without a word. So what is released while we stop stays held
+    until all lanes without a lease have left: they would take it in their last poll, one after the other.
+    """
 
     def __init__(self, connection: Connection, *, group: str, topic: str, lanes: int, on_lease: Callable[[Lease], None]) -> None:
         self._stopping = threading.Event()
         self._on_lease = on_lease
+        self._lanes_changed = threading.Condition()
+        self._num_idle = lanes
         self._lanes = [_Lane(connection, group, topic, self) for _ in range(lanes)]
 
     def stop(self) -> None:
@@ -72,12 +80,35 @@ class ShareLeases:
         for lane in self._lanes:
             lane.settlement.put(False)
         for lane in self._lanes:
-            lane.thread.join(POLL_SECONDS + 5)
+            lane.thread.join(LEAVE_SECONDS)
 
     @property
     def stopping(self) -> bool:
         """Whether no more leases are taken."""
         return self._stopping.is_set()
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Count a lane as one that holds a lease, for the length of the block."""
+        self._count_idle(-1)
+        try:
+            yield
+        finally:
+            self._count_idle(1)
+
+    def leave(self) -> None:
+        """Count a lane as one that has left the group."""
+        self._count_idle(-1)
+
+    def until_idle_left(self) -> None:
+        """Wait until no lane is left but those that hold a lease; once we stop, that is soon."""
+        with self._lanes_changed:
+            self._lanes_changed.wait_for(lambda: self._num_idle == 0, timeout=LEAVE_SECONDS)
+
+    def _count_idle(self, change: int) -> None:
+        with self._lanes_changed:
+            self._num_idle += change
+            self._lanes_changed.notify_all()
 
     def hand_over(self, lease: Lease) -> None:
         """Pass a lease on to the worker."""
@@ -102,10 +133,13 @@ class _Lane:
                 polled = self._consumer.poll(POLL_SECONDS)
                 for message in polled:
                     self._note(message.error())
-                self._serve([message for message in polled if message.error() is None])
+                if messages := [message for message in polled if message.error() is None]:
+                    with self._source.serving():
+                        self._serve(messages)
             except KafkaException as exception:
                 self._note(error_of(exception))
         self._consumer.close()
+        self._source.leave()
 
     def _note(self, error: KafkaError | None) -> None:
         """Pass over what mends itself; what we are denied ends the worker, since its queue would stay silent for ever."""
@@ -126,11 +160,12 @@ class _Lane:
             else:
                 self._source.hand_over(Lease(Record.of(message), message.delivery_count() or 1, self.settlement.put))
                 accepted = self.settlement.get()
+            if not accepted and self._source.stopping:
+                self._source.until_idle_left()
             self._consumer.acknowledge(message, AcknowledgeType.ACCEPT if accepted else AcknowledgeType.RELEASE)
-        if messages:
-            for partition, error in (self._consumer.commit_sync(POLL_SECONDS * 10) or {}).items():
-                if error is not None:
-                    log.warning("lease.lapsed", partition=str(partition), error=str(error))
+        for partition, error in (self._consumer.commit_sync(POLL_SECONDS * 10) or {}).items():
+            if error is not None:
+                log.warning("lease.lapsed", partition=str(partition), error=str(error))
 
 
 class GroupLeases:
@@ -155,7 +190,7 @@ class GroupLeases:
         """See `LeaseSource.close`."""
         self.stop()
         self._closing.set()
-        self._thread.join(POLL_SECONDS + 5)
+        self._thread.join(LEAVE_SECONDS)
 
     def _run(self) -> None:
         while not self._closing.is_set():

@@ -162,6 +162,23 @@ def test_released_record_is_leased_again_when_it_lies_in_a_share_group(share_que
         second.done()
 
 
+def test_stopping_costs_a_record_at_most_one_delivery(share_queue: Queue, single: RecordProducer) -> None:
+    """Idle lanes are in their last poll when the others release: taken up by one after the other, a record would be dropped by the broker."""
+    enqueue(single, share_queue.topic, [f"p{index}" for index in range(4)])
+    with share_queue.holder(lanes=16) as (source, inbox):
+        held = take(inbox, 4)
+        source.stop()
+        for lease in held:
+            lease.release()
+    counts = []
+    with share_queue.holder(lanes=4) as (_, inbox):
+        while len(counts) < 4:  # one lane may take neighbours together, and hands them over one by one
+            lease = inbox.get(timeout=TIMEOUT_SECONDS)
+            counts.append(lease.delivery_count)
+            lease.done()
+    assert counts == [2, 2, 2, 2]
+
+
 def test_lease_may_be_settled_twice(share_queue: Queue, single: RecordProducer) -> None:
     """The second settlement must not count for the record that the lane holds next."""
     enqueue(single, share_queue.topic, ["a", "b", "c"])

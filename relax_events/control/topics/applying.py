@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+import structlog
+
 from relax_events.broker.admin import Admin, TopicState
 from relax_events.config import RunConfig
 from relax_events.errors import BrokerRefused
@@ -12,6 +14,8 @@ from relax_events.topics import TopicPlan, TopicSpec
 
 CONSUMER_ROLES = ("reward", "reference", "actor-forward", "advantage")
 FOREVER = -1
+DELIVERY_LIMIT = 10
+"""Deliveries after which the broker drops a prompt group: the most that brokers allow as they come, so that a worker gives it up before."""
 DANGERS = {
     "partitions": "more partitions: records that lie in a topic already stay where no reader looks for them any more",
     "retention": "shorter retention: the broker deletes what is older or more",
@@ -22,6 +26,8 @@ DANGERS = {
 }
 EXTRA_OF_THE_RUN = "reward.scores."
 """Rescoring makes topics of this name; they belong to the run though no run file plans them, and go when it goes."""
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,4 +181,11 @@ def apply_groups(config: RunConfig, plan: TopicPlan, admin: Admin) -> None:
         return  # its trainer commits no offsets on its source's topics, and nobody else reads samples
     for role in CONSUMER_ROLES:
         admin.alter_group(plan.consumer_group(role), timings)
-    admin.alter_group(plan.consumer_group("rollout"), share if config.broker.lease == "share_group" else timings)
+    if config.broker.lease == "consumer_group":
+        admin.alter_group(plan.consumer_group("rollout"), timings)
+        return
+    admin.alter_group(plan.consumer_group("rollout"), share)
+    try:
+        admin.alter_group(plan.consumer_group("rollout"), {"share.delivery.count.limit": str(DELIVERY_LIMIT)})
+    except BrokerRefused as error:
+        log.info("deliveries.limited", error=str(error), text="the broker drops a prompt group after fewer deliveries")
