@@ -290,7 +290,7 @@ class TrainLoop:
             return
         with self._phases.measure("commit"):
             if self._committer is not None:
-                self._committer.commit_outcomes(ended)
+                self._committer.commit_outcomes(ended, train_step=self._backend.policy_version)
                 failpoint("trainer.after_ends")
             self._ranks.all_gather_bytes(b"")  # nobody goes on before it is committed
         self._assembler.decide([end.prompt_group_id for end in share.ended])

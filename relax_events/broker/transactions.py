@@ -30,7 +30,8 @@ class TransactionalWriter:
     """Commits record batches with offsets, and fences every earlier writer of the same id.
 
     After an indefinite error (was it committed or not?) the producer is thrown away and a new one asks the broker to
-    finish or abort what was open; `commit` then asks `already_real` before it tries again, so nothing is written twice.
+    finish or abort what was open; `commit` then asks `already_real` before it tries again, so nothing is written twice. It
+    asks before that too: a zombie learns so that it was replaced, and does not fence the one that replaced it.
     """
 
     def __init__(self, connection: Connection, *, transactional_id: str) -> None:
@@ -67,7 +68,8 @@ class TransactionalWriter:
             records: What becomes visible together.
             offsets: Next positions of the reader's consumer group.
             reader: The reader whose consumer group the offsets belong to.
-            already_real: Called after an indefinite error; tells whether an earlier try did commit after all.
+            already_real: Called after an indefinite error; tells whether an earlier try did commit after all, and raises `Fenced`
+                where another instance went on meanwhile.
             before_commit: Called when everything lies in the open transaction.
         Raises:
             Fenced: Another instance took over; nothing of this call is visible, and no later call gets through.
@@ -87,6 +89,7 @@ class TransactionalWriter:
                 raise
             except BrokerError as error:
                 log.warning("transaction.failed", attempt=attempt, error=str(error))
+                self._yield_to_successor(already_real)
                 self._producer = self._initialise()
                 if already_real is not None and already_real():
                     return
@@ -94,6 +97,16 @@ class TransactionalWriter:
                     raise
             else:
                 return
+
+    def _yield_to_successor(self, already_real: Any) -> None:
+        try:
+            if already_real is not None:
+                already_real()
+        except Fenced:
+            self._is_fenced = True
+            raise
+        except BrokerUnavailable as error:
+            log.warning("transaction.unsure", error=str(error))  # it is asked again by and by
 
     def _try(
         self, records: Sequence[OutRecord], offsets: list[TopicOffset], reader: LogReader | None, before_commit: Callable[[], None]

@@ -16,7 +16,7 @@ from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import POLICY_VERSION_HEADER, OutRecord, Record
 from relax_events.broker.registry import open_codec
 from relax_events.config import RunConfig
-from relax_events.errors import CorruptRecord, ObjectError, PoisonSample, RelaxError, SchemaError
+from relax_events.errors import CorruptRecord, Fenced, ObjectError, PoisonSample, RelaxError, SchemaError
 from relax_events.events.codec import UnknownFingerprint
 from relax_events.events.types import Command, Event, MetricsReported, Outcome, RunCommanded, WorkerBeat, WorkerState
 from relax_events.pipeline.beats import Beats
@@ -81,7 +81,7 @@ class Worker(AbstractContextManager["Worker"]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.control.close()
-        if kind is None:
+        if kind is None or issubclass(kind, Fenced):  # both are final; what died otherwise is missed by its silence
             self.beats.tick(WorkerState.STOPPED)
         self.producer.close()
         self._endpoint.close()

@@ -88,13 +88,13 @@ class StepCommitter:
         )
         return step
 
-    def commit_outcomes(self, ended: Sequence[PromptGroupEnded]) -> None:
-        """Commit ends that should not wait for the step, so that the prompter can fill their seats.
+    def commit_outcomes(self, ended: Sequence[PromptGroupEnded], *, train_step: int) -> None:
+        """Commit ends that should not wait for the train step at work, so that the prompter can fill their seats.
 
         Their offsets follow with the step: until then a restart reads them again, and knows them as decided.
         """
         wanted = {group.prompt_group_id for group in ended}
-        self._writer.commit([self._outcome(group) for group in ended], already_real=lambda: self._are_committed(wanted))
+        self._writer.commit([self._outcome(group) for group in ended], already_real=lambda: self._are_committed(wanted, train_step))
 
     def _is_committed(self, step: TrainStepCommitted) -> bool:
         """Tell whether an unsure commit of ours became real.
@@ -107,9 +107,12 @@ class StepCommitter:
             raise Fenced(f"train step {step.train_step} was committed by another trainer; end this one")
         return bool(newer)
 
-    def _are_committed(self, group_ids: set[str]) -> bool:
+    def _are_committed(self, group_ids: set[str], train_step: int) -> bool:
         """Tell the same of ends, which become real all or none; raises as `_is_committed`."""
-        known = group_ids & TrainingHistory.read(self._worker).ended_group_ids
+        history = TrainingHistory.read(self._worker)
+        if any(step.train_step >= train_step for step in history.steps):
+            raise Fenced(f"train step {train_step} was committed by another trainer; end this one")
+        known = group_ids & history.ended_group_ids
         if known and known != group_ids:
             raise Fenced(f"the end of prompt group {min(known)} was committed by another trainer; end this one")
         return bool(known)

@@ -267,12 +267,12 @@ def test_ends_are_committed_once_or_not_by_us(worker: Worker, open_committer: Ca
     committer = open_committer()
 
     def others_commit() -> None:
-        open_committer().commit_outcomes(ends[:num_known])
+        open_committer().commit_outcomes(ends[:num_known], train_step=0)
 
     fail_once(committer, others_commit, really_commits=False)
     if num_known == 1:
         with pytest.raises(Fenced, match="the end of prompt group 000000-0000-0 was committed by another trainer"):
-            committer.commit_outcomes(ends)
+            committer.commit_outcomes(ends, train_step=0)
     else:
-        committer.commit_outcomes(ends)
+        committer.commit_outcomes(ends, train_step=0)
     turn_until(lambda: len(TrainingHistory.read(worker).ended_group_ids) == num_known)

@@ -124,6 +124,24 @@ def test_commit_tries_again_when_nothing_became_real(writer: TransactionalWriter
     assert writer._producer is not first
 
 
+def test_zombie_does_not_fence_its_successor_when_the_broker_only_says_that_time_is_out(
+    writer: TransactionalWriter, connection: Connection, transactional_id: str, make_topic: MakeTopic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = make_topic("steps")
+    successor = TransactionalWriter(connection, transactional_id=transactional_id)
+
+    def already_real() -> bool:
+        raise Fenced("step 0 was committed by another trainer")
+
+    monkeypatch.setattr(writer, "_try", Unsure(writer, failures=1, really_commits=False))
+    for _ in range(2):
+        with pytest.raises(Fenced):
+            writer.commit([OutRecord(topic, b"of a zombie")], already_real=already_real)
+    successor.commit([OutRecord(topic, b"step 1")])
+    expect(connection, topic, [b"step 1"])
+    successor.close()
+
+
 def test_commit_gives_up_when_the_broker_stays_away(writer: TransactionalWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     unsure = Unsure(writer, failures=transactions.ATTEMPTS, really_commits=False)
     monkeypatch.setattr(writer, "_try", unsure)
