@@ -245,6 +245,7 @@ def fork(
 
 
 def _train(cluster: Cluster, new: str, choice: SourceChoice, overrides: tuple[str, ...], *, verify: bool) -> int:
+    from relax_events.control.cluster import Cluster
     from relax_events.control.preparation import prepare_run
     from relax_events.control.run import RunSession
     from relax_events.control.runs.forking import make_run_file, refuse_unverifiable
@@ -262,7 +263,7 @@ def _train(cluster: Cluster, new: str, choice: SourceChoice, overrides: tuple[st
         print(f"{rewards} in {report['steps']} steps, {report['wall_seconds']:.0f} s; report: {settings.run_directory / 'report.html'}")
         if not verify:
             return 0
-        found = verify_replay(connection, choice.run, new)
+        found = verify_replay(Cluster.of(settings).connection(name="runs"), choice.run, new)
         same = f"{found.num_steps} steps are those of {choice.run}, bit for bit"
         print(f"differs from {choice.run}: {found.difference}" if found.difference else same)
         return 6 if found.difference else 0

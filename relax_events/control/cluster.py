@@ -36,9 +36,13 @@ class Cluster:
         if config is not None and bootstrap_servers:
             raise ConfigError(f"--config {config} and --bootstrap-servers {bootstrap_servers} name a broker each; give one of them")
         if config is not None:
-            run_file = load_run_config(config)
-            return cls(as_principal(run_file, OPERATOR).broker, run_file.run.directory, run_file)
+            return cls.of(load_run_config(config))
         return cls(BrokerConfig(bootstrap_servers=bootstrap_servers or EMBEDDED), directory)
+
+    @classmethod
+    def of(cls, run_file: RunConfig) -> Cluster:
+        """Return the broker of a run, for its operator."""
+        return cls(as_principal(run_file, OPERATOR).broker, run_file.run.directory, run_file)
 
     @property
     def _embedded(self) -> EmbeddedBroker | None:
@@ -57,7 +61,8 @@ class Cluster:
                 remedy = f"start it with: relax broker start --directory {where}; or give --bootstrap-servers or --config"
                 raise BrokerUnavailable(f"the embedded broker in {where} does not run; {remedy}")
             broker = broker.model_copy(update={"bootstrap_servers": embedded.bootstrap_servers})
-        connection = Connection.of(broker, client_id=f"relax.{name}")
+        run_id = self.run_file.run.id if self.run_file else "relax"  # of a secured run, whose rights end with its prefix
+        connection = Connection.of(broker, client_id=f"{run_id}.{name}")
         Admin(connection).ping(timeout_seconds=min(ANSWER_SECONDS, broker.request_timeout_seconds))
         return connection
 

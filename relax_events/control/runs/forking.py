@@ -58,7 +58,8 @@ def make_run_file(cluster: Cluster, connection: Connection, run_id: str, choice:
     _refuse_other_run(connection, run_id, choice.run)
     tree = source.config.model_dump(mode="json")
     tree["run"] |= {"id": run_id, "directory": str(cluster.directory.resolve())}
-    tree["broker"] = cluster.broker.model_dump(mode="json") | {key: tree["broker"][key] for key in SHAPE_KEYS}
+    broker = cluster.run_file.broker if cluster.run_file else cluster.broker  # without the principal that we are
+    tree["broker"] = broker.model_dump(mode="json") | {key: tree["broker"][key] for key in SHAPE_KEYS}
     tree["objects"]["uri"] = f"{tree['objects']['uri'].rstrip('/')}-{run_id}" if tree["objects"]["uri"] else ""
     tree["telemetry"]["metrics_port"] = 0
     tree["source"] = _source_section(source, choice)
