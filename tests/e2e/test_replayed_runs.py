@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 import pytest
 from command_line import FinishedRun, Relax
+from conftest import SPREAD_REWARD
 
 from relax_events.broker.connection import Connection
 from relax_events.control.runs.reading import read_runs
@@ -64,6 +65,21 @@ def test_replay_with_gspo_differs_from_version_one_on(relax: Relax, finished_run
     assert 'class="line beside"' in (tmp_path / ".relax/runs" / run_id / "report.html").read_text()
     refused = relax("runs", "replay", source, f"{run_id}-v", "--from-version", "1", "--verify", *place(finished_run, tmp_path))
     assert (refused.code, "begins at version 0 or at a checkpoint" in refused.err) == (2, True), refused.err
+
+
+def test_replay_learns_from_the_scores_of_a_rescoring(relax: Relax, finished_run: FinishedRun, run_id: str, tmp_path: Path) -> None:
+    """The other reward is one minus the recorded one, so each step's mean is one minus its mean."""
+    source, scores = finished_run.config.run.id, f"inverse-{run_id}"
+    (tmp_path / "inverse.py").write_text(SPREAD_REWARD + "\ndef inverse(completion, **given):\n    return 1 - spread(completion, **given)\n")
+    rescored = relax("rescore", finished_run.run_file, "--reward", "inverse.py:inverse", "--name", scores, "--output", "json")
+    assert rescored.code == 0, rescored.err
+    assert orjson.loads(rescored.out)["pearson"] == pytest.approx(-1, abs=1e-5)
+    ended = relax("runs", "replay", source, run_id, "--scores", scores, *place(finished_run, tmp_path), timeout_seconds=200)
+    assert ended.code == 0, ended.err
+    recorded = orjson.loads((finished_run.config.run_directory / "report.json").read_bytes())
+    report = report_of(tmp_path, run_id)
+    assert report["curves"]["reward_mean"] == pytest.approx([1 - mean for mean in recorded["curves"]["reward_mean"]], abs=1e-5)
+    assert not set(report["weights_digests"]) & set(recorded["weights_digests"])
 
 
 def test_second_learner_follows_a_fork_while_it_goes_on(relax: Relax, finished_run: FinishedRun, run_id: str, tmp_path: Path) -> None:
