@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from relax_events.config import BrokerConfig
 from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable, ConfigError, EnvironmentProblem, SchemaError
 from relax_events.events.codec import EventCodec
+from relax_events.telemetry.redaction import hide
 
 if TYPE_CHECKING:
     from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
@@ -153,6 +154,7 @@ def registry_login(path: Path | None) -> str:
         raise ConfigError(f"{LOGIN_KEY} {path} can't be read: {error.strerror}") from None
     if login and ":" not in login:
         raise ConfigError(f"the login in {path or LOGIN_VARIABLE} must be user:password; it has no colon")
+    hide(login.partition(":")[2])
     return login
 
 

@@ -30,6 +30,7 @@ from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.topics import TopicPlan
 
 log = structlog.get_logger()
+CONTROL = "control."
 ANNOUNCEMENT_SECONDS = 5.0
 
 
@@ -92,9 +93,10 @@ class Worker(AbstractContextManager["Worker"]):
         self.control.start(self._obey, *listeners)
 
     def outbound(self, entity: str, event: Event, *, key: str = "", partition: int = -1, policy_version: int | None = None) -> OutRecord:
-        """Make a record of an event for one of the run's topics."""
+        """Make a record of an event for one of the run's topics. Control records hold everything: they must outlive the object store."""
         headers = {} if policy_version is None else {POLICY_VERSION_HEADER: str(policy_version)}
-        return OutRecord(self.plan.topic(entity), self.codec.encode(self._claim_check.check_in(event)), key=key, partition=partition, headers=headers)
+        stored = event if entity.startswith(CONTROL) else self._claim_check.check_in(event)
+        return OutRecord(self.plan.topic(entity), self.codec.encode(stored), key=key, partition=partition, headers=headers)
 
     def sample_record(self, entity: str, event: Event, *, prompt_group_id: str, policy_version: int) -> OutRecord:
         """Make a record for a sample topic: the partition follows from prompt group and version, alike on all of them."""

@@ -22,6 +22,7 @@ from relax_events.errors import BrokerRefused, BrokerUnavailable, ConfigError, C
 from relax_events.events.codec import CONFLUENT_HEADER_BYTES, EventCodec, UnknownFingerprint
 from relax_events.events.releases import current_release
 from relax_events.events.schemas import schema_directory
+from relax_events.telemetry.redaction import redacted
 
 SCHEMAS = current_release(schema_directory()).schemas
 NAME = "relax.events.sample.PromptGroupEnded"
@@ -184,6 +185,13 @@ def test_unusable_login_is_named_without_being_shown(tmp_path: Path) -> None:
     assert "s3cret" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"broker\.schema_registry_login_file .*absent can't be read: No such file"):
         registry_login(tmp_path / "absent")
+
+
+def test_password_of_a_login_is_in_no_log_event(tmp_path: Path) -> None:
+    login = tmp_path / "login"
+    login.write_text("reader:s3cret-of-the-registry")
+    assert registry_login(login) == "reader:s3cret-of-the-registry"
+    assert redacted("Basic reader:s3cret-of-the-registry") == "Basic reader:(hidden)"
 
 
 @pytest.mark.parametrize("url", ["registry:8081", "ftp://registry", "http://user:s3cret@registry", "http://a b"])

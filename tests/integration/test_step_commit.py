@@ -13,9 +13,11 @@ from event_samples import ended, ready
 from relax_events.broker.admin import Admin
 from relax_events.broker.consumer import LogReader
 from relax_events.broker.producer import RecordProducer
+from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
-from relax_events.errors import BrokerUnavailable, Fenced, RunFailed
-from relax_events.events.types import ObjectRef, Outcome, SampleReady, TopicOffset, TrainStepCommitted
+from relax_events.errors import BrokerError, BrokerUnavailable, Fenced, RunFailed
+from relax_events.events.codec import EventCodec
+from relax_events.events.types import ObjectRef, Outcome, PolicyVersionPublished, SampleReady, TopicOffset, TrainStepCommitted
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.worker import Worker
 from relax_events.training.assembly import PlacedSample
@@ -90,6 +92,36 @@ def commit(committer: StepCommitter, share: StepShare, *, train_step: int = 0) -
     return committer.commit_step(
         [share], train_step=train_step, artifact=ARTIFACT, digest=DIGEST, figures={"loss": 0.5}, phase_seconds={}, checkpoint=None
     )
+
+
+def test_committed_step_is_readable_without_the_object_store(worker: Worker, store: ObjectStore) -> None:
+    """Samples may lie in the store; what was decided about them must not."""
+    with Worker("trainer", worker.config, claim_check=StoreClaimCheck(store, inline_max_bytes=1)) as tight:
+        reader = LogReader(tight.connection, consumer_group=tight.plan.consumer_group("trainer"))
+        committer = StepCommitter(tight, reader)
+        committer.publish_initial(ARTIFACT)
+        step = commit(committer, share_of(worker, list(write_groups(worker, ["000000-0000-0"]).values())))
+        committer.close()
+        reader.close()
+    history_of(worker, num_steps=1)
+    log = LogReader(worker.connection)
+    (record,) = [found for found in log.read_to_end([(worker.plan.topic("control.train-steps"), 0)]) if found.key == "0"]
+    log.close()
+    found = EventCodec().decode(record.value)
+    assert isinstance(found, TrainStepCommitted)
+    assert found.offsets.tolist() == step.offsets.tolist()
+
+
+def test_unreadable_step_stops_the_trainer_rather_than_being_passed_over(worker: Worker, open_committer: Callable[[], StepCommitter]) -> None:
+    committer = open_committer()
+    committer.publish_initial(ARTIFACT)
+    commit(committer, share_of(worker, list(write_groups(worker, ["000000-0000-0"]).values())))
+    steps = worker.plan.topic("control.train-steps")
+    version = PolicyVersionPublished(policy_version=2, artifact=ARTIFACT, transports=["store"], start_offsets=[])
+    history_of(worker, num_steps=1)
+    worker.producer.write([OutRecord(steps, b"no event", key="1"), worker.outbound("control.policy-versions", version, key="2")])
+    with pytest.raises(BrokerError, match=r"policy version 2 was published, but train step 1 can't be read .* nothing is trained until it can"):
+        turn_until(lambda: False, lambda: TrainingHistory.read(worker))
 
 
 def history_of(worker: Worker, *, num_steps: int) -> TrainingHistory:
