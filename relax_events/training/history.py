@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from relax_events.broker.consumer import LogReader
-from relax_events.errors import BrokerError
+from relax_events.errors import BrokerUnavailable
 from relax_events.events.types import CheckpointRef, Event, PolicyVersionPublished, PromptGroupEnded, TrainStepCommitted
 from relax_events.pipeline.worker import Worker
 
@@ -28,7 +28,7 @@ class TrainingHistory:
         """Read the control topics to their end; only committed records are seen.
 
         Raises:
-            BrokerError: A committed step can't be read. Training must not go on from an older one: it would train twice.
+            BrokerUnavailable: A committed step can't be read. Training must not go on from an older one: it would train twice.
         """
         history = cls()
         reader = LogReader(worker.connection)
@@ -46,11 +46,11 @@ class TrainingHistory:
         """Check that every published version has the step that made it; both were committed in one transaction.
 
         Raises:
-            BrokerError: One has not.
+            BrokerUnavailable: One has not: its record is damaged, or a transaction is just becoming visible.
         """
         known = {step.policy_version for step in self.steps}
         if lost := [event.policy_version for event in self.published[1:] if event.policy_version not in known]:
-            raise BrokerError(
+            raise BrokerUnavailable(
                 f"policy version {lost[0]} was published, but train step {lost[0] - 1} can't be read from control.train-steps; "
                 "relax deadletter list RUN_FILE --role trainer says why; nothing is trained until it can"
             )

@@ -109,6 +109,7 @@ def oversize(run: FaultRun, random: Random) -> str:
 def damage_objects(run: FaultRun, random: Random) -> str:
     """Alter or delete stored arrays that workers are about to read, for a while."""
     objects = newest(run.folder / "objects" / "sha256", "*/*", 12)
+    assert objects, "no sample travels by reference"
     is_deleted = random.random() < 0.5
     originals = {path: path.read_bytes() for path in objects}
     for path, data in originals.items():
