@@ -12,8 +12,8 @@ from relax_events.rewards.verifiers.text_match import squad_words
 LETTER_FORMS = (
     re.compile(r"\\boxed\{\s*(?:\\(?:text|textbf|mathrm|mathbf)\{)?\s*\(?([A-Z])\)?\s*\}"),
     re.compile(r"<answer>\s*\(?([A-Z])\b", re.IGNORECASE),
-    re.compile(r"\b(?:answer|choice|option)\b\W*(?:is\b\W*)?(?:choice\b|option\b)?\W{0,4}([A-Z])\b(?!['-])", re.IGNORECASE),
-    re.compile(r"^\W*([A-Z])(?:[).:]|\W*$)", re.MULTILINE),
+    re.compile(r"\b(?i:answer|choice|option)\b\W*(?:is\b\W*)?(?i:choice\b|option\b)?\W{0,4}([A-J])\b(?!['-])"),
+    re.compile(r"^\W*([A-J])(?:[).:]|\W*$)", re.MULTILINE),
 )
 """From the plainest statement to the weakest; the last match of the first form that occurs counts."""
 LABEL_EDGES = "()[]{}.:,*\"' \t\n"
@@ -50,7 +50,8 @@ def multiple_choice(completion: str, *, answer: str, metadata: dict[str, Any], p
     Raises:
         ValueError: The sample has no reference answer.
     """
-    wanted = [_label(tagged_answer(one) or one) for one in references(answer)]
+    tagged = [(one, tagged_answer(one)) for one in references(answer)]
+    wanted = [_label(one if inside is None else inside) for one, inside in tagged]
     if not all(wanted):
         raise ValueError(f"the reference answer {answer!r:.40} holds no label; see data.answer_key")
     given = tagged_answer(completion)

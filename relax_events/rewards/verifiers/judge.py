@@ -30,8 +30,8 @@ PAIR_TEMPLATE = Template(
     "Compare them in a few sentences. Their order and length do not count. Then end with one line: Verdict: A, Verdict: B or Verdict: tie."
 )
 BUILT_IN = {"rubric": RUBRIC_TEMPLATE, "reference": REFERENCE_TEMPLATE, "pair": PAIR_TEMPLATE}
-SCORE_LINE = re.compile(r"^\W*Score\W*:\W*(-?\d+(?:\.\d+)?)", re.IGNORECASE | re.MULTILINE)
-VERDICT_LINE = re.compile(r"^\W*Verdict\W*:\W*(A|B|tie)\b", re.IGNORECASE | re.MULTILINE)
+SCORE_LINE = re.compile(r"^[\s*_>#-]*Score[\s*_]*:[\s*_]*(-?\d+(?:\.\d+)?)", re.IGNORECASE | re.MULTILINE)
+VERDICT_LINE = re.compile(r"^[\s*_>#-]*Verdict[\s*_]*:[\s*_]*(A|B|tie)\b", re.IGNORECASE | re.MULTILINE)
 WORTH = {"a": 1.0, "b": 0.0, "tie": 0.5}
 
 

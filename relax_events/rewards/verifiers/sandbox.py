@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import secrets
+import select
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ MAX_PROCESSES = 32
 MAX_OPEN_FILES = 64
 MAX_FILE_BYTES = 16 * 1024**2
 PROBE_SECONDS = 20.0
+END_SECONDS = 5.0
 FIRST_SPARE_USER, NUM_SPARE_USERS = 61_000, 4_000
 NAMESPACES = ("--net", "--pid", "--ipc", "--fork", "--kill-child")
 
@@ -92,6 +94,7 @@ class Sandbox:
 
     def _run(self, stdin: IO[bytes], stdout: IO[bytes], *, has_tests: bool) -> Verdict:
         setup = {"limits": self._resource_limits(), "solution": str(self._solution), "has_tests": has_tests}
+        alive, held_open = os.pipe()  # whatever the program starts inherits one end
         command = [*self._walls.command, sys.executable, "-I", "-B", str(sandbox_program.__file__), orjson.dumps(setup).decode()]
         process = subprocess.Popen(
             command,
@@ -102,18 +105,23 @@ class Sandbox:
             env={"PATH": "/usr/bin:/bin", "HOME": str(self._folder), "TMPDIR": str(self._folder), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
             # Namespaces end with their first process. Without them a session of its own is the best hold on what a program starts.
             start_new_session=not self._walls.has_namespaces,
+            pass_fds=(held_open,),
         )
+        os.close(held_open)
         try:
             code = process.wait(self._limits.seconds)
         except subprocess.TimeoutExpired:
             return Verdict.OUT_OF_LIMITS
         finally:
             self._end(process)
+            select.select([alive], [], [], END_SECONDS)
+            os.close(alive)
         if code == 0:
             return Verdict.PASSED
         return Verdict.OUT_OF_LIMITS if code < 0 or code == LIMIT_EXIT_CODE else Verdict.FAILED
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill the program with all that it started."""
         if not self._walls.has_namespaces:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
