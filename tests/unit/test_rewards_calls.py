@@ -97,7 +97,9 @@ def test_pool_has_several_calls_of_a_coroutine_under_way(pool_of: Callable[..., 
 
 
 def test_coroutine_that_waits_too_long_fails_alone(pool_of: Callable[..., RewardPool]) -> None:
-    results = pool_of("meet", concurrency=3).score_batch([RewardItem(text, text, "good") for text in ("good", "sleep", "raise", "bad", "sleep", "good")])
+    results = pool_of("meet", concurrency=3).score_batch(
+        [RewardItem(text, text, "good") for text in ("good", "sleep", "raise", "bad", "sleep", "good")]
+    )
     assert rewards(results) == [1.0, None, None, 0.0, None, 1.0]
     assert errors(results)[0] == "took longer than 0.5 s (reward.timeout_seconds) on sample sleep"
 

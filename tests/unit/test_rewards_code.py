@@ -67,7 +67,7 @@ def test_code_gives_the_share_of_tests_when_asked() -> None:
     ],
 )
 def test_code_that_runs_into_a_limit_is_a_counted_failure(program: str) -> None:
-    with pytest.raises(RewardError, match="the program ran into a limit of the sandbox: 0.7 s"):
+    with pytest.raises(RewardError, match=r"the program ran into a limit of the sandbox: 0\.7 s"):
         judge(program, {"tests": ["pass"]}, test_seconds=0.7)
     assert not [process for process in psutil.process_iter(["cmdline"]) if "sandbox_program" in " ".join(process.info["cmdline"] or ())]
 
@@ -83,7 +83,7 @@ def test_code_finds_tests_in_the_reference_answer() -> None:
 
 @pytest.mark.parametrize("metadata", [{}, {"tests": []}, {"tests": [3]}, {"inputs": ["1"], "outputs": []}])
 def test_code_without_tests_is_a_failure(metadata: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="the sample has no tests; see metadata.tests"):
+    with pytest.raises(ValueError, match=r"the sample has no tests; see metadata\.tests"):
         judge("x = 1", metadata)
 
 

@@ -108,7 +108,15 @@ def test_ifeval_fails_on_instructions_that_it_can_not_check(metadata: dict[str, 
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("", 0), ("One", 1), ("One. Two", 2), ("Mr. Smith left. Why?", 2), ("It costs 3.50 euros.", 1), ('He said "no." Then he left...', 2), ("E.g. this.", 1)],
+    [
+        ("", 0),
+        ("One", 1),
+        ("One. Two", 2),
+        ("Mr. Smith left. Why?", 2),
+        ("It costs 3.50 euros.", 1),
+        ('He said "no." Then he left...', 2),
+        ("E.g. this.", 1),
+    ],
 )
 def test_sentences_are_counted_by_their_ends(text: str, count: int) -> None:
     assert count_sentences(text) == count

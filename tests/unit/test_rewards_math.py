@@ -210,7 +210,8 @@ def test_openr1_multimodal_compares_words_as_text() -> None:
 
 def test_pool_survives_what_models_write_and_counts_it_against_its_sample() -> None:
     nasty = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{" + "x" * 10_000_000 + "}", r"\boxed{" + "(" * 10_000 + ")" * 10_000 + "}"]
-    batch = [RewardItem(str(index), text, "42") for index, text in enumerate([r"\boxed{42}", *nasty, "x" * 10_000_000 + r"\boxed{42}", r"\boxed{41}"])]
+    texts = [r"\boxed{42}", *nasty, "x" * 10_000_000 + r"\boxed{42}", r"\boxed{41}"]
+    batch = [RewardItem(str(index), text, "42") for index, text in enumerate(texts)]
     with RewardPool(RewardConfig(function="math", timeout_seconds=4)) as pool:
         results = pool.score_batch(batch)
     assert [result.reward if isinstance(result, Score) else None for result in results] == [1.0, None, None, None, 1.0, 0.0]

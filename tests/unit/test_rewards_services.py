@@ -119,7 +119,12 @@ def test_remote_does_not_wait_for_a_service_that_stalls(service: Service) -> Non
 
 @pytest.mark.parametrize(
     ("content", "text"),
-    [(b"<html>", "answered '<html>', which is not JSON"), ("1", "must answer with a number"), ({"error": "no idea"}, "says: no idea"), (True, "must answer")],
+    [
+        (b"<html>", "answered '<html>', which is not JSON"),
+        ("1", "must answer with a number"),
+        ({"error": "no idea"}, "says: no idea"),
+        (True, "must answer"),
+    ],
 )
 def test_remote_counts_nonsense_as_a_failure(service: Service, content: Any, text: str) -> None:
     service.answer = lambda _: content
@@ -129,7 +134,11 @@ def test_remote_counts_nonsense_as_a_failure(service: Service, content: Any, tex
 
 
 def test_remote_group_posts_the_whole_prompt_group_at_once(service: Service) -> None:
-    service.answer = lambda body: [{"error": "no idea"} if one == "x" else {"reward": len(one), "size": len(body["responses"])} for one in body["responses"]]
+    def judged(body: dict[str, Any]) -> list[dict[str, Any]]:
+        size = len(body["responses"])
+        return [{"error": "no idea"} if one == "x" else {"reward": len(one), "size": size} for one in body["responses"]]
+
+    service.answer = judged
     results = score("remote_group", prompt_group("a", "x", "ccc"), url=service.url)
     assert rewards(results) == [1.0, None, 3.0]
     assert len(service.requests) == 1
@@ -157,7 +166,11 @@ def test_genrm_asks_a_chat_endpoint_and_reads_the_score(service: Service) -> Non
 
 
 def test_genrm_shows_the_reference_or_a_template_of_ones_own(service: Service) -> None:
-    service.answer = lambda body: chat("Score: 1" if "[Reference]\nlabel" in question_of(body) or question_of(body) == "question|$5|label" else "Score: 0")
+    def judged(body: dict[str, Any]) -> dict[str, Any]:
+        question = question_of(body)
+        return chat("Score: 1" if "[Reference]\nlabel" in question or question == "question|$5|label" else "Score: 0")
+
+    service.answer = judged
     assert rewards(score("genrm", prompt_group("a"), url=service.url, template="reference", max_score=1)) == [1.0]
     assert rewards(score("genrm", prompt_group("$5"), url=service.url, template="$prompt|$completion|$answer", max_score=1)) == [1.0]
 

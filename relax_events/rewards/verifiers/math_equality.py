@@ -88,6 +88,7 @@ def warm_up() -> None:
     _are_equal_expressions(r"\frac{x^{2}+1}{\sqrt{2}}", r"\left(1, \pi\right]")
 
 
+@lru_cache(maxsize=4096)  # the samples of a prompt group give the same few answers
 def _are_equal_expressions(given: str, wanted: str) -> bool:
     found, reference = _parsed(given), _parsed(wanted)
     return bool(import_math_verify().verify(list(reference), list(found), timeout_seconds=None, raise_on_error=True))
