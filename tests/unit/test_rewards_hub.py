@@ -57,7 +57,7 @@ def test_hub_versions_a_function_by_its_files_and_settings(tmp_path: Path) -> No
 
 def test_hub_versions_a_built_in_by_the_packages_that_it_rests_on() -> None:
     folder = Path(verifiers.__path__[0])
-    files = {f"{name}.py": sha256(folder / f"{name}.py") for name in ("answers", "ifeval", "instructions")}
+    files = {f"{name}.py": sha256(folder / f"{name}.py") for name in ("answers", "ifbench_forms", "ifbench_words", "ifeval", "instructions")}
     assert load_reward("ifeval").digest == digest_of("ifeval", files, packages={"langdetect": version("langdetect")})
 
 

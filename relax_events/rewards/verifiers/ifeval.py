@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from relax_events.rewards.declaring import declares
+from relax_events.rewards.verifiers import ifbench_forms, ifbench_words
 from relax_events.rewards.verifiers.answers import final_text
 from relax_events.rewards.verifiers.instructions import INSTRUCTIONS, import_langdetect
 
+TABLES = (ifbench_words, ifbench_forms)
+"""Importing them has put their instructions into the table."""
 METADATA = {
     "instruction_id_list": "ids such as `punctuation:no_comma`, as in the dataset",
     "kwargs": "for each of them an object of its arguments; nulls are left out",
@@ -17,7 +20,7 @@ METADATA = {
 
 
 @declares(
-    source="Instruction-Following Evaluation for Large Language Models (arXiv 2311.07911)",
+    source="Instruction-Following Evaluation for Large Language Models (arXiv 2311.07911); for IFBench arXiv 2507.02833",
     metadata=METADATA,
     packages=("langdetect",),
     prepare=import_langdetect,
@@ -27,6 +30,8 @@ def ifeval(
 ) -> dict[str, float]:
     """Give 1 when the text after `</think>` follows all instructions, else 0; with `partial` the share of those it follows.
 
+    It knows the 25 instructions of IFEval, and those of IFBench that need no model of language: all but `ratio:stop_words`,
+    `words:start_verb` and `words:odd_even_syllables`.
     `loose` also tries the text without its first line, its last line, both, and without asterisks. The component `followed` is
     the share.
 

@@ -60,11 +60,16 @@ def compares(count: int, relation: str | None, wanted: int) -> bool:
     return count < wanted if relation == "less than" else count >= wanted
 
 
+def sentences_of(text: str) -> list[str]:
+    """Split a text into sentences, each with its end marks; a rest without one is a sentence too."""
+    starts = [0, *(found.end() for found in SENTENCE_END.finditer(text) if not ABBREVIATION.search(text[max(found.end() - 12, 0) : found.end()]))]
+    pieces = (text[start:end].strip() for start, end in zip(starts, [*starts[1:], len(text)], strict=True))
+    return [piece for piece in pieces if WORD.search(piece)]
+
+
 def count_sentences(text: str) -> int:
-    """Count sentences; a rest without an end mark is one."""
-    ends = [found.end() for found in SENTENCE_END.finditer(text) if not ABBREVIATION.search(text[: found.end()][-12:])]
-    rest = text[ends[-1] :] if ends else text
-    return len(ends) + bool(WORD.search(rest))
+    """Count sentences."""
+    return len(sentences_of(text))
 
 
 @instruction("keywords:existence")
