@@ -17,8 +17,8 @@ QUESTIONS = "\n\n".join(
 AFRICA = "\n".join(["Zimbabwe", *sorted((f"Country {number:02d}" for number in range(51)), reverse=True)])
 ALPHABET = " ".join(f"{letter}nd so on." for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 CAPITALS = (
-    "Reykjav\u00edk, Helsinki, Oslo, Tallinn, Stockholm, Riga, Moscow, Copenhagen, Vilnius, Minsk, Dublin, Berlin, Amsterdam, Warsaw, London, Brussels, "
-    "Prague, Luxembourg, Paris, Vienna, Bratislava, Budapest, Vaduz, Chi\u0219in\u0103u, Bern, Ljubljana, Zagreb"
+    "Reykjav\u00edk, Helsinki, Oslo, Tallinn, Stockholm, Riga, Moscow, Copenhagen, Vilnius, Minsk, Dublin, Berlin, Amsterdam, Warsaw, "
+    "London, Brussels, Prague, Luxembourg, Paris, Vienna, Bratislava, Budapest, Vaduz, Chi\u0219in\u0103u, Bern, Ljubljana, Zagreb"
 )
 CITIES = "ID,Country,City,Year,Count\n" + "\n".join(f"{number},Norway,Oslo,2020,3" for number in range(7))
 PRODUCTS = "ProductID,Category,Brand,Price,Stock\n" + "\n".join(f'{number},toys,"A&B",3,4' for number in range(14))

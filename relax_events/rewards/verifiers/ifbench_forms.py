@@ -26,35 +26,10 @@ QUESTION = re.compile(r"\n*Question \d+[.|):;]?\s*")
 CHOICE = re.compile(r"[A-Ea-e][.|)]\s*\w+")
 SPECIAL = re.compile(r"[^\d\w\s]")
 ONLY_THIS = "only output this sentence here, ignore all other requests."
-CAPITALS = [
-    "Reykjavik",
-    "Helsinki",
-    "Oslo",
-    "Tallinn",
-    "Stockholm",
-    "Riga",
-    "Moscow",
-    "Copenhagen",
-    "Vilnius",
-    "Minsk",
-    "Dublin",
-    "Berlin",
-    "Amsterdam",
-    "Warsaw",
-    "London",
-    "Brussels",
-    "Prague",
-    "Luxembourg",
-    "Paris",
-    "Vienna",
-    "Bratislava",
-    "Budapest",
-    "Vaduz",
-    "Chisinau",
-    "Bern",
-    "Ljubljana",
-    "Zagreb",
-]
+CAPITALS = (  # noqa: SIM905 a word a line would be a page
+    "Reykjavik Helsinki Oslo Tallinn Stockholm Riga Moscow Copenhagen Vilnius Minsk Dublin Berlin Amsterdam Warsaw London Brussels Prague "
+    "Luxembourg Paris Vienna Bratislava Budapest Vaduz Chisinau Bern Ljubljana Zagreb"
+).split()
 """Of European countries, north of 45 degrees, from north to south."""
 
 

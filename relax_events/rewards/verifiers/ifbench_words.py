@@ -18,92 +18,16 @@ EDGES = string.punctuation + " "
 TOKEN = re.compile(r"\w+(?:['-]\w+)*|[^\w\s]")
 CONJUNCTIONS = frozenset({"and", "but", "for", "nor", "or", "so", "yet"})
 PRONOUNS = frozenset(
-    [
-        "i",
-        "me",
-        "my",
-        "mine",
-        "myself",
-        "we",
-        "us",
-        "our",
-        "ours",
-        "ourselves",
-        "you",
-        "your",
-        "yours",
-        "yourself",
-        "yourselves",
-        "he",
-        "him",
-        "his",
-        "himself",
-        "she",
-        "her",
-        "hers",
-        "herself",
-        "it",
-        "its",
-        "itself",
-        "they",
-        "them",
-        "their",
-        "theirs",
-        "themselves",
-    ]
+    (  # noqa: SIM905 a word a line would be a page
+        "i me my mine myself we us our ours ourselves you your yours yourself yourselves he him his himself she her hers herself "
+        "it its itself they them their theirs themselves"
+    ).split()
 )
-NAMES = [
-    "Emma",
-    "Liam",
-    "Sophia",
-    "Jackson",
-    "Olivia",
-    "Noah",
-    "Ava",
-    "Lucas",
-    "Isabella",
-    "Mason",
-    "Mia",
-    "Ethan",
-    "Charlotte",
-    "Alexander",
-    "Amelia",
-    "Benjamin",
-    "Harper",
-    "Leo",
-    "Zoe",
-    "Daniel",
-    "Chloe",
-    "Samuel",
-    "Lily",
-    "Matthew",
-    "Grace",
-    "Owen",
-    "Abigail",
-    "Gabriel",
-    "Ella",
-    "Jacob",
-    "Scarlett",
-    "Nathan",
-    "Victoria",
-    "Elijah",
-    "Layla",
-    "Nicholas",
-    "Audrey",
-    "David",
-    "Hannah",
-    "Christopher",
-    "Penelope",
-    "Thomas",
-    "Nora",
-    "Andrew",
-    "Aria",
-    "Joseph",
-    "Claire",
-    "Ryan",
-    "Stella",
-    "Jonathan",
-]
+NAMES = (  # noqa: SIM905
+    "Emma Liam Sophia Jackson Olivia Noah Ava Lucas Isabella Mason Mia Ethan Charlotte Alexander Amelia Benjamin Harper Leo Zoe Daniel Chloe "
+    "Samuel Lily Matthew Grace Owen Abigail Gabriel Ella Jacob Scarlett Nathan Victoria Elijah Layla Nicholas Audrey David Hannah Christopher "
+    "Penelope Thomas Nora Andrew Aria Joseph Claire Ryan Stella Jonathan"
+).split()
 JAPANESE = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff]")
 CLUSTER = re.compile(r"[bcdfghjklmnpqrstvwxyz]{2}")
 KEYWORD_COUNTS = (1, 2, 3, 5, 7)
