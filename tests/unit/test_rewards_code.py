@@ -9,10 +9,11 @@ from typing import Any
 import psutil
 import pytest
 
-from relax_events.errors import RewardError
+from relax_events.errors import EnvironmentProblem, RewardError
+from relax_events.rewards.verifiers import sandbox
 from relax_events.rewards.verifiers.code import code, python_block
 from relax_events.rewards.verifiers.code import tests_of as read_tests
-from relax_events.rewards.verifiers.sandbox import Limits, Sandbox, Verdict, find_walls
+from relax_events.rewards.verifiers.sandbox import Limits, Sandbox, Verdict, Walls, find_walls
 
 pytestmark = pytest.mark.unit
 
@@ -113,8 +114,8 @@ def test_sandbox_has_no_network_no_environment_and_ends_what_it_started(tmp_path
         "open('mine', 'w').write('kept here')\n"
         "try:\n    socket.create_connection(('127.0.0.1', 9), timeout=1)\nexcept OSError as error:\n    print(error.errno)\n"
     )
-    with Sandbox(solution, Limits()) as sandbox:
-        verdict, printed = sandbox.run_with_input("")
+    with Sandbox(solution, Limits()) as box:
+        verdict, printed = box.run_with_input("")
     assert verdict is Verdict.PASSED
     if find_walls().has_namespaces:
         assert printed == "101\n"  # the network is unreachable, even the own machine's
@@ -124,8 +125,37 @@ def test_sandbox_has_no_network_no_environment_and_ends_what_it_started(tmp_path
     assert not list(Path("/tmp").glob("relax-sandbox-*/mine"))
 
 
+def test_sandbox_that_can_not_be_set_up_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "find_walls", lambda: Walls(("false",), True, None))
+    with pytest.raises(RewardError, match=r"the sandbox could not be set up within 10 s \(exit code "):
+        judge("x = 1", {"tests": ["pass"]})
+
+
+def test_sandbox_without_namespaces_ends_the_programs_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "find_walls", lambda: Walls((), False, None))
+    assert judge(DOUBLE, IN_AND_OUT)["reward"] == 1.0
+    with pytest.raises(RewardError, match="ran into a limit"):
+        judge("import subprocess\nsubprocess.run(['sleep', '987655'])", {"tests": ["pass"]}, test_seconds=0.7)
+    assert not [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "987655"]]
+
+
+def test_walls_of_an_ordinary_user_are_tried_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[str, ...]] = []
+    monkeypatch.setattr(sandbox.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(sandbox, "_leads_to_python", lambda command: tried.append(command) or len(tried) == 2)
+    assert find_walls.__wrapped__() == Walls((), False, None)
+    assert tried[0][:3] == ("unshare", "--user", "--map-current-user")
+
+
+def test_root_that_can_not_become_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(sandbox, "_leads_to_python", lambda _: False)
+    with pytest.raises(EnvironmentProblem, match="as root, programs can only be judged as another user"):
+        find_walls.__wrapped__()
+
+
 def test_sandbox_bounds_what_a_program_writes() -> None:
-    with Sandbox("while True: print('x' * 10_000)", Limits(seconds=5)) as sandbox:
-        verdict, printed = sandbox.run_with_input("")
+    with Sandbox("while True: print('x' * 10_000)", Limits(seconds=5)) as box:
+        verdict, printed = box.run_with_input("")
     assert verdict is not Verdict.PASSED
     assert len(printed) <= 16 * 1024**2

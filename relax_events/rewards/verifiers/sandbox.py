@@ -21,7 +21,7 @@ from typing import IO
 import orjson
 import psutil
 
-from relax_events.errors import EnvironmentProblem
+from relax_events.errors import EnvironmentProblem, RewardError
 from relax_events.rewards.verifiers import sandbox_program
 from relax_events.rewards.verifiers.sandbox_program import LIMIT_EXIT_CODE
 
@@ -29,6 +29,7 @@ MAX_PROCESSES = 32
 MAX_OPEN_FILES = 64
 MAX_FILE_BYTES = 16 * 1024**2
 PROBE_SECONDS = 20.0
+SETUP_SECONDS = 10.0
 END_SECONDS = 5.0
 FIRST_SPARE_USER, NUM_SPARE_USERS = 61_000, 4_000
 NAMESPACES = ("--net", "--pid", "--ipc", "--fork", "--kill-child")
@@ -93,8 +94,8 @@ class Sandbox:
         return Verdict.FAILED if verdict is Verdict.PASSED and not said_so else verdict
 
     def _run(self, stdin: IO[bytes], stdout: IO[bytes], *, has_tests: bool) -> Verdict:
-        setup = {"limits": self._resource_limits(), "solution": str(self._solution), "has_tests": has_tests}
         alive, held_open = os.pipe()  # whatever the program starts inherits one end
+        setup = {"limits": self._resource_limits(), "solution": str(self._solution), "has_tests": has_tests, "alive": held_open}
         command = [*self._walls.command, sys.executable, "-I", "-B", str(sandbox_program.__file__), orjson.dumps(setup).decode()]
         process = subprocess.Popen(
             command,
@@ -109,16 +110,34 @@ class Sandbox:
         )
         os.close(held_open)
         try:
-            code = process.wait(self._limits.seconds)
-        except subprocess.TimeoutExpired:
-            return Verdict.OUT_OF_LIMITS
+            self._await_begin(process, alive)
+            code = self._wait(process, alive)
         finally:
             self._end(process)
-            select.select([alive], [], [], END_SECONDS)
             os.close(alive)
         if code == 0:
             return Verdict.PASSED
-        return Verdict.OUT_OF_LIMITS if code < 0 or code == LIMIT_EXIT_CODE else Verdict.FAILED
+        return Verdict.OUT_OF_LIMITS if code is None or code < 0 or code == LIMIT_EXIT_CODE else Verdict.FAILED
+
+    def _await_begin(self, process: subprocess.Popen[bytes], alive: int) -> None:
+        """Wait until the limits are in place; a program that would begin later finds the pipe closed, and ends.
+
+        Raises:
+            RewardError: They did not come to be.
+        """
+        ready, _, _ = select.select([alive], [], [], SETUP_SECONDS)
+        if not ready or not os.read(alive, 1):
+            raise RewardError(f"the sandbox could not be set up within {SETUP_SECONDS:g} s (exit code {process.poll()})")
+
+    def _wait(self, process: subprocess.Popen[bytes], alive: int) -> int | None:
+        """Return the exit code, or None when time was up, once nothing is left that the program started."""
+        try:
+            return process.wait(self._limits.seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            self._end(process)
+            select.select([alive], [], [], END_SECONDS)
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         """Kill the program with all that it started."""

@@ -1,9 +1,10 @@
 """What runs inside of the sandbox: puts limits on itself, then runs the solution, and tests on it. Standard library alone.
 
 It is started as a file of its own, isolated from everything installed beside Relax Events. Its argument is a JSON object:
-`limits` by the names of the resource module, and `solution`, a file. When `has_tests` is set, stdin holds a JSON object with `tests`,
-a program that sees what the solution defined, and `word`, which is written to stdout when they have passed. Otherwise
-stdin and stdout are the solution's own. Exit code 0 is success, 77 a limit that the solution ran into, everything else a failure.
+`limits` by the names of the resource module, `solution`, a file, and `alive`, a pipe that gets one byte when the limits are in place.
+When `has_tests` is set, stdin holds a JSON object with `tests`, a program that sees what the solution defined, and `word`, which is
+written to stdout when they have passed. Otherwise stdin and stdout are the solution's own. Exit code 0 is success, 77 a limit that
+the solution ran into, everything else a failure.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def main(setup: dict[str, Any]) -> None:
     """Run the solution under its limits."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nothing outlives whoever judges it
     for name, limit in setup["limits"].items():
-        resource.setrlimit(getattr(resource, name), (limit, limit))
+        _limit(getattr(resource, name), limit)
+    os.write(setup["alive"], b"1")
     try:
         if setup["has_tests"]:
             _run_with_tests(setup["solution"])
@@ -37,6 +39,13 @@ def main(setup: dict[str, Any]) -> None:
         os._exit(LIMIT_EXIT_CODE)
     except OSError as error:
         os._exit(LIMIT_EXIT_CODE if error.errno in (errno.EAGAIN, errno.ENOMEM) else 1)
+
+
+def _limit(kind: int, wanted: int) -> None:
+    """Set a limit; where one stands that is lower, keep it."""
+    _, hard = resource.getrlimit(kind)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(kind, (limit, limit))
 
 
 def _run_with_tests(solution: str) -> None:
