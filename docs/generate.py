@@ -58,7 +58,8 @@ def _section(name: str, kind: Any) -> list[str]:
     for key, field in model.model_fields.items():
         arms = (field.annotation, *typing.get_args(field.annotation))
         if any(isinstance(arm, type) and issubclass(arm, BaseModel) for arm in arms):
-            nested += _section(f"{name}.{key}", field.annotation)
+            by_name = ".NAME" if typing.get_origin(field.annotation) is dict else ""
+            nested += _section(f"{name}.{key}{by_name}", field.annotation)
             continue
         default = "required" if field.default is PydanticUndefined and field.default_factory is None else f"`{_default(field)}`"
         rows.append(f"| `{key}` | {default} | {_one_line(field.description)} |")

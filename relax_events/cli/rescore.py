@@ -33,8 +33,8 @@ def rescore(
 
     Example: relax rescore configs/quickstart.toml --reward exact_match --name strict
 
-    A second call goes on where the first stopped. The limits of `[reward]` hold here too; its options and weights are those of the
-    run's own function, and hold for that one only.
+    A second call goes on where the first stopped. The limits of `[reward]` hold here too; its options, weights and routes are
+    those of the run's own function, and hold for that one only.
 
     Args:
         config: The run file, TOML.
@@ -81,7 +81,7 @@ def settings_for(run: RewardConfig, function: str, given: list[str], *, workers:
     options = {name: read_value(value) for name, _, value in (text.partition("=") for text in given)}
     is_same = function == run.function
     changes = {"function": function, "options": (run.options if is_same else {}) | options, "processes": workers or run.processes}
-    return run.model_copy(update=changes | ({} if is_same else {"weights": {}}))
+    return run.model_copy(update=changes | ({} if is_same else {"weights": {}, "routes": {}}))
 
 
 class ProgressLines:

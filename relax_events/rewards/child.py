@@ -15,13 +15,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 import orjson
 
 from relax_events.errors import RelaxError
-from relax_events.rewards.hub import LoadedReward, load_reward
+from relax_events.rewards.routing import Routes, load_routes
 from relax_events.rewards.scores import as_score
 
 MAX_ERROR_CHARACTERS = 600
@@ -36,14 +36,14 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        reward = load_reward(setup["function"], options=setup["options"], weights=setup["weights"])
+        routes = load_routes(setup)
     except (RelaxError, MemoryError) as error:
         needs = f"reward function {setup['function']} needs more than reward.memory_bytes = {setup['memory_bytes']} to load"
         _send(answers, {"load_error": str(error) or needs})
         return 2
-    caller = Caller(reward, setup["weights"], timeout_seconds=setup["timeout_seconds"])
-    _send(answers, {"digest": reward.digest, "takes_prompt_group": reward.takes_prompt_group, "is_async": reward.is_async})
-    if reward.is_async:
+    caller = Caller(routes, timeout_seconds=setup["timeout_seconds"])
+    _send(answers, {"digest": routes.digest, "takes_prompt_group": routes.takes_prompt_group, "is_async": routes.is_async})
+    if routes.is_async:
         asyncio.run(_serve_together(caller, requests, answers, concurrency=setup["concurrency"]))
     _serve(caller, requests, answers)
     return 0
@@ -81,10 +81,10 @@ def _read(requests: BinaryIO, take: Callable[[bytes], object]) -> None:
 
 
 class Caller:
-    """Calls the function for a request, and makes an answer of whatever comes of it."""
+    """Calls the function that a request is for, and makes an answer of whatever comes of it."""
 
-    def __init__(self, reward: LoadedReward, weights: dict[str, float], *, timeout_seconds: float) -> None:
-        self._reward, self._weights, self._timeout_seconds = reward, weights, timeout_seconds
+    def __init__(self, routes: Routes, *, timeout_seconds: float) -> None:
+        self._routes, self._timeout_seconds = routes, timeout_seconds
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to a request; whatever the function does short of ending the process is one."""
@@ -108,30 +108,32 @@ class Caller:
         return self._success(value, request, started)
 
     def _call(self, request: dict[str, Any]) -> Any:
-        completions = request["completions"]
-        first = completions if self._reward.takes_prompt_group else completions[0]
-        return self._reward.function(first, answer=request["answer"], metadata=orjson.loads(request["metadata"]), prompt=request["prompt"])
+        completions, metadata = request["completions"], orjson.loads(request["metadata"])
+        first = completions if self._routes.takes_prompt_group else completions[0]
+        return self._routes.reward_for(metadata).function(first, answer=request["answer"], metadata=metadata, prompt=request["prompt"])
 
     def _success(self, value: Any, request: dict[str, Any], started: float) -> dict[str, Any]:
         seconds = time.perf_counter() - started
         num_samples = len(request["completions"])
-        values = value if self._reward.takes_prompt_group else [value]
+        values = value if self._routes.takes_prompt_group else [value]
         if not isinstance(values, list | tuple) or len(values) != num_samples:
             found = f"{len(values)} elements" if isinstance(values, list | tuple) else type(values).__name__
             return {
                 "error": f"returned {found}; for a prompt group of {num_samples} samples it must return a list of {num_samples}",
                 "seconds": seconds,
             }
-        return {"results": [self._result(one) for one in values], "seconds": seconds}
+        weights = self._routes.reward_for(orjson.loads(request["metadata"])).weights
+        return {"results": [_result(one, weights) for one in values], "seconds": seconds}
 
-    def _result(self, value: Any) -> dict[str, Any]:
-        if isinstance(value, Exception):
-            return {"error": f"failed: {value}"[:MAX_ERROR_CHARACTERS]}
-        try:
-            score = as_score(value, weights=self._weights)
-        except (TypeError, ValueError) as error:
-            return {"error": str(error)}
-        return {"reward": score.reward, "components": score.components}
+
+def _result(value: Any, weights: Mapping[str, float]) -> dict[str, Any]:
+    if isinstance(value, Exception):
+        return {"error": f"failed: {value}"[:MAX_ERROR_CHARACTERS]}
+    try:
+        score = as_score(value, weights=weights)
+    except (TypeError, ValueError) as error:
+        return {"error": str(error)}
+    return {"reward": score.reward, "components": score.components}
 
 
 def _failure(error: BaseException, started: float) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, ValidationError, create_model
 
 from relax_events.errors import ConfigError
 from relax_events.plugins import REWARDS, find_plugin
-from relax_events.rewards.declaring import RewardFacts, facts_of
+from relax_events.rewards.declaring import facts_of
 from relax_events.rewards.versions import reward_digest
 
 PROMPT_GROUP_PARAMETER = "completions"
@@ -50,7 +50,7 @@ class LoadedReward:
     digest: str = ""
     takes_prompt_group: bool = False
     is_async: bool = False
-    facts: RewardFacts = field(default_factory=RewardFacts)
+    weights: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def load_reward(name: str, *, options: Mapping[str, Any] | None = None, weights:
         facts.prepare()
     digest = reward_digest(module, function.__name__, options=checked, weights=weights or {}, packages=facts.packages)
     bound = partial(function, **checked) if checked else function
-    return LoadedReward(name, bound, digest, takes_prompt_group(function), inspect.iscoroutinefunction(function), facts)
+    return LoadedReward(name, bound, digest, takes_prompt_group(function), inspect.iscoroutinefunction(function), weights or {})
 
 
 def find_function(name: str) -> tuple[Callable[..., Any], ModuleType]:

@@ -57,7 +57,7 @@ class RewardPool:
         self._results: dict[int, Score | RewardError] = {}
         self._items: Sequence[RewardItem] = ()
         self._greeting: Greeting | None = None
-        self.name = config.function
+        self.name = "; ".join([config.function, *(f"{source}: {chosen.function}" for source, chosen in sorted(config.routes.items()))])
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.close)
             for _ in range(config.processes):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from relax_events.config import RewardConfig
-from relax_events.errors import RewardError
+from relax_events.errors import ConfigError, RewardError
 from relax_events.rewards.pool import RewardItem, RewardPool
 from relax_events.rewards.scores import Score
 
@@ -53,7 +53,7 @@ def pool_of(tmp_path: Path) -> Iterator[Callable[..., RewardPool]]:
     opened: list[RewardPool] = []
 
     def open_pool(function: str, **settings: Any) -> RewardPool:
-        opened.append(RewardPool(RewardConfig(function=f"{tmp_path / 'mine.py'}:{function}", **{"timeout_seconds": 0.5} | settings)))
+        opened.append(RewardPool(RewardConfig(function=f"{tmp_path / 'mine.py'}:{function}", **({"timeout_seconds": 0.5} | settings))))
         return opened[-1]
 
     yield open_pool
@@ -111,3 +111,27 @@ def test_pool_finds_out_which_of_several_calls_ended_the_child(pool_of: Callable
     results = pool_of("meet", concurrency=5).score_batch(batch)
     assert rewards(results) == [1.0, 1.0, 1.0, None, 1.0]
     assert errors(results)[0].endswith("on sample 3")
+
+
+def test_pool_routes_samples_to_the_function_of_their_source(pool_of: Callable[..., RewardPool], tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text(
+        "def length(completion, *, answer, metadata, prompt, scale: float = 1.0):\n    return {'long': len(completion) * scale}\n"
+        "def zero(completion, *, answer, metadata, prompt):\n    return 0\n"
+    )
+    length = {"function": f"{tmp_path / 'other.py'}:length", "options": {"scale": 2}, "weights": {"long": 10}}
+    settings = {"function": f"{tmp_path / 'other.py'}:zero", "routes": {"books": length}, "route_key": "from"}
+    batch = [
+        RewardItem(str(index), "abc", metadata=text) for index, text in enumerate(['{"from": "books"}', '{"from": "films"}', "{}", '{"from": [1]}'])
+    ]
+    with RewardPool(RewardConfig.model_validate(settings)) as pool, RewardPool(RewardConfig.model_validate({**settings, "routes": {}})) as plain:
+        assert rewards(pool.score_batch(batch)) == [60.0, 0.0, 0.0, 0.0]
+        assert pool.name == f"{tmp_path / 'other.py'}:zero; books: {tmp_path / 'other.py'}:length"
+        assert len(pool.digest) == 64
+        assert pool.digest != plain.digest
+
+
+def test_functions_of_one_run_must_be_called_alike(pool_of: Callable[..., RewardPool]) -> None:
+    with pytest.raises(ConfigError, match=r"rank takes whole prompt groups and exact_match is not so; .* see reward.routes"):
+        pool_of("rank", routes={"books": {"function": "exact_match"}})
+    with pytest.raises(ConfigError, match=r"meet is async def and exact_match is not so"):
+        pool_of("meet", routes={"books": {"function": "exact_match"}})

@@ -48,10 +48,12 @@ def test_show_describes_a_function_of_ones_own(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_rescore_takes_the_options_of_the_runs_own_function_alone() -> None:
-    run = RewardConfig(function="math", options={"box_only": True}, weights={"a": 1.0}, timeout_seconds=3, processes=2)
+    given = {"function": "math", "options": {"box_only": True}, "weights": {"a": 1.0}, "routes": {"books": {"function": "f1"}}}
+    run = RewardConfig.model_validate({**given, "timeout_seconds": 3, "processes": 2})
     same = settings_for(run, "math", ["box_only=false"], workers=None)
     assert (same.options, same.weights, same.timeout_seconds, same.processes) == ({"box_only": False}, {"a": 1.0}, 3, 2)
     other = settings_for(run, "remote", ["url=http://localhost:1", "retries=2"], workers=4)
-    assert (other.options, other.weights, other.processes) == ({"url": "http://localhost:1", "retries": 2}, {}, 4)
+    assert (other.options, other.weights, other.routes, other.processes) == ({"url": "http://localhost:1", "retries": 2}, {}, {}, 4)
+    assert same.routes == run.routes
     with pytest.raises(ConfigError, match="--option must be NAME=VALUE, got 'strict'"):
         settings_for(run, "remote", ["strict"], workers=None)
