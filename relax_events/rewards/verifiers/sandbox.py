@@ -29,7 +29,7 @@ MAX_PROCESSES = 32
 MAX_OPEN_FILES = 64
 MAX_FILE_BYTES = 16 * 1024**2
 PROBE_SECONDS = 20.0
-SETUP_SECONDS = 10.0
+SETUP_SECONDS = 30.0
 END_SECONDS = 5.0
 FIRST_SPARE_USER, NUM_SPARE_USERS = 61_000, 4_000
 NAMESPACES = ("--net", "--pid", "--ipc", "--fork", "--kill-child")
@@ -182,12 +182,12 @@ def find_walls() -> Walls:
     """
     is_root = os.geteuid() == 0
     user = FIRST_SPARE_USER + os.getpid() % NUM_SPARE_USERS if is_root else None
-    inside = ("unshare", *NAMESPACES) if is_root else ("unshare", "--user", "--map-current-user", *NAMESPACES)
-    for has_namespaces in (True, False):
+    inside = ("unshare", *(() if is_root else ("--user", "--map-current-user")), *NAMESPACES)
+    # With a /proc of its own a program cannot read its judge's environment; some containers refuse to mount one.
+    for namespaces in ((*inside, "--mount-proc"), inside, ()):
         for become in _ways_to_become(user):
-            command = (*(inside if has_namespaces else ()), *become)
-            if _leads_to_python(command):
-                return Walls(command, has_namespaces, user)
+            if _leads_to_python((*namespaces, *become)):
+                return Walls((*namespaces, *become), bool(namespaces), user)
     raise EnvironmentProblem("as root, programs can only be judged as another user, and setpriv failed; run the worker as an ordinary user")
 
 
