@@ -122,6 +122,8 @@ def rewards_page() -> str:
     for name in reward_names():
         reward = describe_reward(name)
         parts += [f"## {name}", f"Scores {reward.scores}. {reward.text}"]
+        if reward.failures:
+            parts.append(f"Failures: {' '.join(reward.failures)}")
         if reward.metadata:
             rows = [f"| `{key}` | {_one_line(text)} |" for key, text in reward.metadata.items()]
             parts.append("\n".join(["| metadata | what |", "|---|---|", *rows]))

@@ -52,6 +52,9 @@ def show(name: str, *, output: Output = "table") -> None:
         print_json(asdict(found))
         return
     print(f"{found.name}: scores {found.scores}\n\n{found.text}")
+    if found.failures:
+        print("\nFailures")
+        print("\n".join(found.failures))
     if found.metadata:
         print("\nMetadata that it reads")
         print_table(["key", "what"], [list(pair) for pair in found.metadata.items()])

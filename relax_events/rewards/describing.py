@@ -12,12 +12,13 @@ from relax_events.rewards.hub import RewardOption, find_function, options_of, ta
 
 @dataclass(frozen=True, slots=True)
 class RewardDescription:
-    """A reward in words; `scores` says what one call is about."""
+    """A reward in words; `scores` says what one call is about, `failures` when a sample gets no reward."""
 
     name: str
     scores: str
     summary: str
     text: str
+    failures: list[str]
     metadata: Mapping[str, str]
     options: list[RewardOption]
     source: str
@@ -31,12 +32,13 @@ def describe_reward(name: str) -> RewardDescription:
         ConfigError: There is no such reward, or its file fails to load.
     """
     function, _ = find_function(name)
-    facts, text = facts_of(function), inspect.getdoc(function) or ""
+    facts, (text, _, raised) = facts_of(function), (inspect.getdoc(function) or "").partition("\n\nRaises:\n")
     return RewardDescription(
         name=name,
         scores="prompt groups" if takes_prompt_group(function) else "samples",
         summary=text.partition("\n")[0],
         text=text,
+        failures=[line.partition(": ")[2] for line in raised.splitlines()],
         metadata=dict(facts.metadata),
         options=options_of(function),
         source=facts.source,

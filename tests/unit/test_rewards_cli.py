@@ -32,6 +32,7 @@ def test_show_tells_metadata_options_and_source(capsys: pytest.CaptureFixture[st
     show("ifeval")
     text = capsys.readouterr().out
     assert "instruction_id_list  ids such as" in text
+    assert "\nFailures\nThe metadata name no instruction" in text
     assert "mode     Literal['strict', 'loose']  'strict'" in text
     assert "Source: Instruction-Following Evaluation" in text
     show("remote", output="json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ def test_sandbox_has_no_network_no_environment_and_ends_what_it_started(tmp_path
     deadline = time.monotonic() + 5
     while any(process.info["cmdline"] == ["sleep", left_behind] for process in psutil.process_iter(["cmdline"])):
         assert time.monotonic() < deadline
-    assert not list(Path("/tmp").glob("relax-sandbox-*/mine"))
+    assert not list(Path(tempfile.gettempdir()).glob("relax-sandbox-*/mine"))
 
 
 def test_sandbox_that_can_not_be_set_up_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
