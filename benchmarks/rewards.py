@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 from math_verify import parse, verify
@@ -28,10 +29,10 @@ NUM_ROUNDS = 3
 GOAL_PER_SECOND = 500
 THINKING = "Let us take this step by step, and check each of them before the next one. " * 25
 QUESTION = f"""{NUM_PROMPTS} prompts with {SAMPLES_PER_PROMPT} answers of about 2,000 characters each, about half of them right: half of the prompts
-have integers, a quarter decimals and fractions, a quarter roots, polynomials, sets and intervals that need algebra. Ours is the reward `math` in
-its child processes, each call with a time and a memory limit. Beside it math-verify 0.9 in three ways: in the caller's own process with its alarm
-signal, which neither ends a call that is stuck in one operation nor survives a crash; in a process forked for each call; in a process started
-for each call. Medians of {NUM_ROUNDS} rounds, sides in turn."""
+have integers, a quarter decimals and fractions, a quarter roots and polynomials that need algebra. Ours is the reward `math` in
+its child processes, each call with a time and a memory limit. Beside it math-verify {version("math-verify")} in three ways:
+in the caller's own process with its alarm signal, which neither ends a call that is stuck in one operation nor survives a crash;
+in a process forked for each call; in a process started for each call. Medians of {NUM_ROUNDS} rounds, sides in turn."""
 STARTED = "import sys\nfrom math_verify import parse, verify\nprint(verify(parse(sys.argv[1]), parse(sys.stdin.read())))"
 
 
@@ -87,7 +88,7 @@ def main() -> None:
         question=" ".join(QUESTION.split()),
         command="python -m benchmarks.rewards",
         rows=[
-            {"side": name, "answers/s": f"{statistics.median(found):.0f}", "can be killed": "no" if "caller" in name else "yes"}
+            {"side": name, "answers/s": f"{statistics.median(found):,.1f}", "can be killed": "no" if "caller" in name else "yes"}
             for name, found in rates.items()
         ],
         conclusion=f"The goal of {GOAL_PER_SECOND} answers a second on two cores is {reached}: {best:.0f}. "
