@@ -55,7 +55,7 @@ bench: setup ## Measure, paired, and write docs/benchmarks
 
 COMPILE := uv pip compile --quiet --universal --python-version 3.11 --no-emit-index-url --no-header --generate-hashes
 lock: ## Resolve the requirements anew
-	$(COMPILE) pyproject.toml requirements/build.in --extra model --extra tasks --extra registry --extra security --extra test --override requirements/overrides.txt -o requirements/lock.txt
+	$(COMPILE) pyproject.toml requirements/build.in --extra model --extra tasks --extra rewards --extra registry --extra security --extra test --override requirements/overrides.txt -o requirements/lock.txt
 	$(COMPILE) pyproject.toml requirements/build.in --extra jdk --constraint requirements/lock.txt -o requirements/jdk.txt
 	$(COMPILE) pyproject.toml requirements/build.in --extra lint --constraint requirements/lock.txt -o requirements/lint.txt
 	$(COMPILE) pyproject.toml --extra bench --constraint requirements/lock.txt --override requirements/overrides.txt -o requirements/bench.txt

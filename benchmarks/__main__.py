@@ -1,8 +1,9 @@
 """Runs every benchmark: `python -m benchmarks`."""
 
-from benchmarks import bus, codec, footprint, skip, sync_async, workloads
+from benchmarks import bus, codec, footprint, rewards, skip, sync_async, workloads
 
 codec.main()
+rewards.main()
 bus.main()
 skip.main()
 footprint.main()

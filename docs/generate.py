@@ -14,6 +14,8 @@ from pydantic_core import PydanticUndefined
 from relax_events import errors
 from relax_events.config import RunConfig
 from relax_events.events.schemas import current_schemas
+from relax_events.rewards.describing import describe_reward
+from relax_events.rewards.hub import reward_names
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.topics import TopicPlan
 
@@ -22,7 +24,14 @@ FOLDER = Path(__file__).parent / "reference"
 
 def main() -> int:
     """Write the pages, or with `--check` name those that differ."""
-    pages = {"config.md": config_page(), "events.md": events_page(), "topics.md": topics_page(), "metrics.md": metrics_page(), "exit-codes.md": errors_page()}
+    pages = {
+        "config.md": config_page(),
+        "events.md": events_page(),
+        "topics.md": topics_page(),
+        "metrics.md": metrics_page(),
+        "rewards.md": rewards_page(),
+        "exit-codes.md": errors_page(),
+    }
     stale = [name for name, text in pages.items() if not (FOLDER / name).exists() or (FOLDER / name).read_text() != text]
     if "--check" in sys.argv:
         print("\n".join(f"docs/reference/{name} is out of date; run: python docs/generate.py" for name in stale) or "docs/reference is up to date")
@@ -49,7 +58,8 @@ def _section(name: str, kind: Any) -> list[str]:
     for key, field in model.model_fields.items():
         arms = (field.annotation, *typing.get_args(field.annotation))
         if any(isinstance(arm, type) and issubclass(arm, BaseModel) for arm in arms):
-            nested += _section(f"{name}.{key}", field.annotation)
+            by_name = ".NAME" if typing.get_origin(field.annotation) is dict else ""
+            nested += _section(f"{name}.{key}{by_name}", field.annotation)
             continue
         default = "required" if field.default is PydanticUndefined and field.default_factory is None else f"`{_default(field)}`"
         rows.append(f"| `{key}` | {default} | {_one_line(field.description)} |")
@@ -104,6 +114,25 @@ def metrics_page() -> str:
         suffix = "_total" if family.type == "counter" else ""
         rows.append(f"| `{family.name}{suffix}` | {family.type} | {family.documentation} |")
     return "\n".join(["# Metrics", "", "Served by every worker on `/metrics`.", "", "| metric | type | meaning |", "|---|---|---|", *rows, ""])
+
+
+def rewards_page() -> str:
+    """Every reward that comes with us."""
+    parts = ["# Rewards", "The names that `reward.function` knows, as `relax rewards show NAME` tells them. Options go into `[reward.options]`."]
+    for name in reward_names():
+        reward = describe_reward(name)
+        parts += [f"## {name}", f"Scores {reward.scores}. {reward.text}"]
+        if reward.failures:
+            parts.append(f"Failures: {' '.join(reward.failures)}")
+        if reward.metadata:
+            rows = [f"| `{key}` | {_one_line(text)} |" for key, text in reward.metadata.items()]
+            parts.append("\n".join(["| metadata | what |", "|---|---|", *rows]))
+        if reward.options:
+            rows = [f"| `{one.name}` | {_one_line(one.kind)} | {'required' if one.is_required else f'`{json.dumps(one.default)}`'} |" for one in reward.options]
+            parts.append("\n".join(["| option | type | default |", "|---|---|---|", *rows]))
+        if reward.source:
+            parts.append(f"Source: {reward.source}.")
+    return "\n\n".join(parts) + "\n"
 
 
 def errors_page() -> str:

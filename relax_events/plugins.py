@@ -1,6 +1,6 @@
-"""Roles, engines and trainer backends are entry points, so that nothing here knows them all and anyone can add one.
+"""Roles, engines, trainer backends and rewards are entry points, so that nothing here knows them all and anyone can add one.
 
-An engine or a backend of one's own needs no package: `path/to/file.py:Class` names it as well.
+An engine, a backend or a reward of one's own needs no package: `path/to/file.py:Class`, or `:function`, names it as well.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from relax_events.errors import ConfigError
 ROLES = "relax_events.roles"
 ENGINES = "relax_events.engines"
 TRAINER_BACKENDS = "relax_events.trainer_backends"
+REWARDS = "relax_events.rewards"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class FilePlugin:
     path: Path
     attribute: str
     what: str
+    kind: str = "class"
 
     def load(self) -> Any:
         """Run the file and return what it defines under the name.
@@ -38,26 +40,29 @@ class FilePlugin:
         module = load_file(self.path, what=self.what)
         found = getattr(module, self.attribute, None)
         if not callable(found):
-            defined = [name for name, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__]
-            raise ConfigError(f"{self.what}: {self.path} has no class {self.attribute!r}, only {', '.join(defined) or 'none'}")
+            is_such = inspect.isclass if self.kind == "class" else inspect.isfunction
+            defined = [name for name, value in vars(module).items() if is_such(value) and value.__module__ == module.__name__]
+            raise ConfigError(f"{self.what}: {self.path} has no {self.kind} {self.attribute!r}, only {', '.join(defined) or 'none'}")
         return found
 
 
-def find_plugin(group: str, name: str, *, what: str) -> EntryPoint | FilePlugin:
+def find_plugin(group: str, name: str, *, what: str, kind: str = "class") -> EntryPoint | FilePlugin:
     """Return an installed entry point, or the plugin of a file given as `path/to/file.py:Class`; neither is loaded yet.
 
     Args:
         group: One of the groups above.
         name: Of the plugin.
         what: How the error calls it, for example `engine.name = 'vroom'`.
+        kind: What a file has to define: a `class` or a `function`.
     Raises:
         ConfigError: None of that name is installed; the text lists those that are. Or there is no such file.
     """
     path, _, attribute = name.rpartition(":")
     if path.endswith(".py") and attribute:
         if not Path(path).is_file():
-            raise ConfigError(f"{what}: file {path} does not exist; give path/to/file.py:Class, or the name of an installed one")
-        return FilePlugin(Path(path), attribute, what)
+            named = f"path/to/file.py:{'Class' if kind == 'class' else kind}"
+            raise ConfigError(f"{what}: file {path} does not exist; give {named}, or the name of an installed one")
+        return FilePlugin(Path(path), attribute, what, kind)
     installed = {entry.name: entry for entry in entry_points(group=group)}
     if name not in installed:
         raise ConfigError(f"{what} is not installed; installed are {', '.join(sorted(installed))}")

@@ -1,7 +1,8 @@
 """The reward role: scores every generated sample.
 
-Consumes rollout.samples, produces SampleScored on reward.scores. A reward function that raises, hangs, dies or returns
-no finite number costs its sample a counted failure with the reason, never the worker and never a silent zero.
+Consumes rollout.samples, produces SampleScored on reward.scores. A reward function that takes whole prompt groups is
+called when all samples of one have arrived. One that raises, hangs, dies or returns no finite number costs its call's
+samples a counted failure with the reason, never the worker and never a silent zero.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
 from relax_events.errors import RewardError
 from relax_events.events.types import SampleRolledOut, SampleScored
+from relax_events.pipeline.group_map_role import GroupMapRole
 from relax_events.pipeline.map_role import MapRole
 from relax_events.pipeline.worker import Worker
-from relax_events.rewards.hub import Score
 from relax_events.rewards.pool import RewardPool
+from relax_events.rewards.scores import Score
 from relax_events.rewards.scoring import as_scored, reward_item
 from workers.opening import open_worker
 
@@ -27,7 +29,8 @@ log = structlog.get_logger()
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     with RewardPool(config.reward) as pool, open_worker("reward", config, index=index) as worker:
-        MapRole(worker, Scoring(worker, pool)).run()
+        loop = GroupMapRole if pool.takes_prompt_group else MapRole
+        loop(worker, Scoring(worker, pool)).run()
 
 
 class Scoring:
@@ -45,6 +48,7 @@ class Scoring:
         return [self._scored(sample, result) for sample, result in zip(samples, results, strict=True)]
 
     def _scored(self, sample: SampleRolledOut, result: Score | RewardError) -> SampleScored:
+        self._worker.metrics.scored("failed" if isinstance(result, RewardError) else "scored")
         if isinstance(result, RewardError):
             log.warning("sample.unscored", sample_id=sample.sample_id, error=str(result))
         return as_scored(sample, result, reward_name=self._pool.name, reward_digest=self._pool.digest)

@@ -12,6 +12,7 @@ COMMANDS = {
     "samples": ("relax_events.cli.samples:app", "Look at what the model wrote and what became of it: tail, show, export."),
     "runs": ("relax_events.cli.runs:app", "Look back at the runs of a cluster, and train from them: list, show, replay, fork, delete."),
     "lineage": ("relax_events.cli.lineage:app", "Follow weights back to their data and data to the weights: version, sample, prompt."),
+    "rewards": ("relax_events.cli.rewards:app", "Look at the reward functions that score samples: list, show."),
     "rescore": ("relax_events.cli.rescore:rescore", "Run another reward function over a run's samples and compare."),
     "deadletter": ("relax_events.cli.deadletter:app", "Look after records that roles could not use: list, show, requeue, drop."),
     "schemas": ("relax_events.cli.schemas:app", "Show and check the contract of the log: check, diff, show, release."),

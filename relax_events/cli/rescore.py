@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from relax_events.config import RewardConfig
     from relax_events.control.samples.rescoring import RescoringProgress
     from relax_events.control.samples.score_comparison import Comparison
 
@@ -20,6 +21,7 @@ def rescore(
     config: Path,
     *overrides: str,
     reward: str,
+    option: list[str] | None = None,
     name: str | None = None,
     version: str = "",
     workers: int | None = None,
@@ -31,12 +33,14 @@ def rescore(
 
     Example: relax rescore configs/quickstart.toml --reward exact_match --name strict
 
-    A second call goes on where the first stopped. `reward.timeout_seconds` and `reward.memory_bytes` hold here too.
+    A second call goes on where the first stopped. The limits of `[reward]` hold here too; its options, weights and routes are
+    those of the run's own function, and hold for that one only.
 
     Args:
         config: The run file, TOML.
         overrides: section.key=value, laid over the run file.
-        reward: A name of the reward hub, or path/to/file.py:function.
+        reward: A name that `relax rewards list` knows, or path/to/file.py:function.
+        option: A setting of the function, NAME=VALUE; may be given several times.
         name: Of the scores, for their topic `reward.scores.NAME`; by default after the function.
         version: Only samples of these policy versions: 3, 3..7, 3.. or ..7.
         workers: Child processes that run the function; by default `reward.processes`.
@@ -52,9 +56,8 @@ def rescore(
 
     versions, topic_name = parse_bounds(version, flag="--version"), name or scores_name(reward)
     with open_run_log(config, overrides, name="rescore") as log:
-        limits = log.config.reward
-        function = limits.model_copy(update={"function": reward, "processes": workers or limits.processes})
-        result = rescore_run(log, function, name=topic_name, versions=versions, threshold=threshold, report=ProgressLines())
+        settings = settings_for(log.config.reward, reward, option or [], workers=workers)
+        result = rescore_run(log, settings, name=topic_name, versions=versions, threshold=threshold, report=ProgressLines())
         note_unreadable(log)
         topic = log.plan.topic(log.plan.scores_entity(topic_name))
     if output == "json":
@@ -62,6 +65,23 @@ def rescore(
     else:
         print_comparison(result, topic=topic)
     return CHECK_FOUND if fail_below is not None and (result.pearson is None or result.pearson < fail_below) else 0
+
+
+def settings_for(run: RewardConfig, function: str, given: list[str], *, workers: int | None) -> RewardConfig:
+    """Return the run's limits with another function, or with its own and its options changed.
+
+    Raises:
+        ConfigError: What was given is not NAME=VALUE.
+    """
+    from relax_events.config.loading import read_value
+    from relax_events.errors import ConfigError
+
+    if wrong := [text for text in given if not text.partition("=")[0] or "=" not in text]:
+        raise ConfigError(f"--option must be NAME=VALUE, got {wrong[0]!r}")
+    options = {name: read_value(value) for name, _, value in (text.partition("=") for text in given)}
+    is_same = function == run.function
+    changes = {"function": function, "options": (run.options if is_same else {}) | options, "processes": workers or run.processes}
+    return run.model_copy(update=changes | ({} if is_same else {"weights": {}, "routes": {}}))
 
 
 class ProgressLines:

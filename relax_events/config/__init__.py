@@ -5,13 +5,14 @@ from relax_events.config.broker import BrokerConfig, ObjectsConfig
 from relax_events.config.data import DataConfig
 from relax_events.config.generation import EngineConfig, ModelConfig, SamplingConfig
 from relax_events.config.loading import load_run_config
-from relax_events.config.reward import RewardConfig
+from relax_events.config.reward import ChosenReward, RewardConfig
 from relax_events.config.sections import RunConfig, RunSection, SourceSection, TelemetryConfig, WorkersConfig
 from relax_events.config.training import TrainerConfig, WarmStartConfig
 
 __all__ = [
     "AlgorithmConfig",
     "BrokerConfig",
+    "ChosenReward",
     "DataConfig",
     "EngineConfig",
     "ModelConfig",

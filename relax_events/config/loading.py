@@ -96,15 +96,19 @@ def shown(text: str) -> str:
 
 
 def _place(tree: dict[str, Any], keys: list[str], text: str, origin: str) -> None:
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
     for key in keys[:-1]:
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):
             raise ConfigError(f"{shown(origin)}: {key} is a value, not a section")
-    tree[keys[-1]] = value
+    tree[keys[-1]] = read_value(text)
+
+
+def read_value(text: str) -> Any:
+    """Return what a value on the command line or in the environment means: what it is in TOML, or else the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
 
 
 def _explain(item: Mapping[str, Any], path: Path) -> str:

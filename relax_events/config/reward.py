@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
+from pydantic import Field
+
 from relax_events.config.base import Positive, Seconds, Section
 
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
-class RewardConfig(Section):
-    """How a sample is scored."""
+
+class ChosenReward(Section):
+    """A reward function with its settings."""
 
     function: str = "exact_match"
-    """A name of the reward hub, or `path/to/file.py:function`."""
+    """A name that `relax rewards list` knows, or `path/to/file.py:function`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the function: further keyword arguments that it takes. `relax rewards show NAME` lists them."""
+    weights: dict[str, Finite] = Field(default_factory=dict)
+    """Makes the reward of the function's components: the sum of each named one times its weight. Empty leaves it to the function."""
+
+
+class RewardConfig(ChosenReward):
+    """How a sample is scored."""
+
+    routes: dict[str, ChosenReward] = Field(default_factory=dict)
+    """Other functions for the samples of other sources: tables by the value that `route_key` has in a sample's metadata, each with
+    `function`, `options` and `weights`. All other samples go to the function above."""
+    route_key: str = "data_source"
+    """Key of the metadata that chooses among `routes`."""
     timeout_seconds: Seconds = 10.0
     """A call that takes longer is killed and counted as failed."""
     processes: Positive = 1
     """Child processes that run the function."""
+    concurrency: Positive = 16
+    """Calls that one child process has under way at a time when the function is `async def`; others run one after the other."""
     memory_bytes: Positive = 4 * 1024**3
     """Address space that one child process may take."""

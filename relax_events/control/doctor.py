@@ -119,7 +119,7 @@ class PromptCheck:
                 raise CheckFailed(f"{config.reward.function} loads, but was not tried: there is no prompt to try it on; see data")
             prompt = "\n".join(message.text for message in self._first.messages)
             item = RewardItem("of-the-doctor", self._first.answer, answer=self._first.answer, metadata=self._first.metadata, prompt=prompt)
-            result = pool.score_batch([item])[0]
+            result = pool.score_batch([item] * (2 if pool.takes_prompt_group else 1))[0]
         if isinstance(result, RelaxError):
             raise result
         return f"{config.reward.function} gives {result.reward:g} for the reference answer of the first prompt"

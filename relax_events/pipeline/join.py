@@ -34,11 +34,11 @@ class JoinedGroup:
         """Whether all samples have been generated, so that its lease was or will be settled."""
         return bool(self.samples) and len(self.samples) == next(iter(self.samples.values())).samples_per_prompt
 
-    def is_complete(self, evaluators: frozenset[str]) -> bool:
+    def is_complete(self, evaluators: frozenset[str], *, needs_scores: bool = True) -> bool:
         """Whether every sample has its score and its evaluations."""
         return (
             self.is_rolled_out
-            and self.scores.keys() >= self.samples.keys()
+            and (not needs_scores or self.scores.keys() >= self.samples.keys())
             and all(self.evaluations.get(name, {}).keys() >= self.samples.keys() for name in evaluators)
         )
 
@@ -50,8 +50,8 @@ class JoinedGroup:
 class GroupJoin:
     """The open prompt groups of the partitions that this worker holds."""
 
-    def __init__(self, *, evaluators: frozenset[str]) -> None:
-        self._evaluators = evaluators
+    def __init__(self, *, evaluators: frozenset[str], needs_scores: bool = True) -> None:
+        self._evaluators, self._needs_scores = evaluators, needs_scores
         self._open: dict[Key, JoinedGroup] = {}
         self._held: dict[Place, dict[int, Key]] = {}
         self._positions: dict[Place, int] = {}
@@ -73,7 +73,7 @@ class GroupJoin:
             group.scores.setdefault(event.sample_id, event)
         else:
             group.evaluations.setdefault(event.evaluator, {}).setdefault(event.sample_id, event)
-        return group if group.is_complete(self._evaluators) else None
+        return group if group.is_complete(self._evaluators, needs_scores=self._needs_scores) else None
 
     def poison(self, record: Record, reason: str) -> JoinedGroup | None:
         """Note that a record of a prompt group is unusable: the prompt group is over. Return it the first time."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from relax_events.broker.consumer import GroupConsumer
+from relax_events.broker.deadline import Deadline
 from relax_events.broker.records import OutRecord, Record
 from relax_events.errors import CorruptRecord, PoisonSample
 from relax_events.events.tensors import dense
@@ -43,7 +44,9 @@ class MapRole:
         self._topic = worker.plan.topic("rollout.samples")
         self._published: list[PolicyVersionPublished] = []
         self._listeners = listeners
-        self._consumer = GroupConsumer(worker.connection, consumer_group=worker.plan.consumer_group(worker.role), topics=[self._topic])
+        self._consumer = GroupConsumer(
+            worker.connection, consumer_group=worker.plan.consumer_group(worker.role), topics=[self._topic], on_revoked=self._give_back
+        )
 
     def run(self) -> None:
         """Work until the drain starts; then finish the record batch at hand and leave the group."""
@@ -55,7 +58,7 @@ class MapRole:
                 self._process(records)
             elif worker.paused:
                 worker.drain.wait(IDLE_SECONDS)
-            self._skip_stale()
+            self._take_versions()
             worker.tick(working=bool(records))
         self._consumer.close()
 
@@ -63,18 +66,29 @@ class MapRole:
         started = time.monotonic()
         live = [record for record in records if not self._worker.is_expired(record.policy_version)]
         self._worker.metrics.expired(len(records) - len(live))
-        fit = [(record, sample) for record in live if (sample := self._sample(record)) is not None]
-        self._worker.beats.num_in_flight = len(fit)
-        for part in parts_of(fit, max_tokens=self._max_tokens):
+        ready = self._ready([(record, sample) for record in live if (sample := self._sample(record)) is not None])
+        self._worker.beats.num_in_flight = len(ready)
+        for part in parts_of(ready, max_tokens=self._max_tokens):
             for out in self._outputs(part):
                 self._worker.producer.send(out)
         failpoint(f"{self._worker.role}.before_flush")
         self._worker.producer.flush()
         failpoint(f"{self._worker.role}.before_commit")
-        self._consumer.commit(next_offsets(records))
+        self._consumer.commit(self._done_offsets(records))
         failpoint(f"{self._worker.role}.after_commit")
         self._worker.beats.num_in_flight = 0
         self._worker.finished(len(records), started)
+
+    def _ready(self, fit: list[Fit]) -> list[Fit]:
+        """Return the samples that can be handled now: all of them."""
+        return fit
+
+    def _done_offsets(self, records: list[Record]) -> list[TopicOffset]:
+        """Return up to where the inputs have been used up, after a record batch."""
+        return next_offsets(records)
+
+    def _give_back(self, offsets: list[TopicOffset], deadline: Deadline) -> None:
+        """Let go of partitions; nothing is held between record batches."""
 
     def _outputs(self, fit: Sequence[tuple[Record, SampleRolledOut]]) -> Sequence[OutRecord]:
         """Handle the samples together; when one of them turns out to be poison, each for itself, and that one goes to the dead letters."""
@@ -115,7 +129,8 @@ class MapRole:
         if isinstance(event, PolicyVersionPublished):
             self._published.append(event)
 
-    def _skip_stale(self) -> None:
+    def _take_versions(self) -> None:
+        """Move past what the versions published since the last time have made stale."""
         published, self._published = self._published, []
         for event in published:
             starts = [(offset.partition, offset.offset) for offset in event.start_offsets if offset.topic == self._topic]

@@ -1,11 +1,13 @@
 """A reward child: runs one reward function, one JSON line in, one JSON line out. Started by `RewardPool` alone.
 
-The first line it writes says that it is ready, with the function's version, or why the function can't be loaded. Every further line
-answers the request of the same rank. It ends as soon as its stdin does, even in the middle of a call.
+The first line it reads says which function, the first it writes that it is ready, with the function's version and how it wants
+to be called, or why the function can't be loaded. Every further line answers the request of the same rank. It ends as soon as
+its stdin does, even in the middle of a call.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
 import resource
@@ -13,59 +15,141 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 import orjson
 
 from relax_events.errors import RelaxError
-from relax_events.rewards.hub import LoadedReward, as_score, load_reward
+from relax_events.rewards.routing import Routes, load_routes
+from relax_events.rewards.scores import as_score
+
+MAX_ERROR_CHARACTERS = 600
 
 
-def main(name: str, memory_bytes: int) -> int:
+def main() -> int:
     """Load the function and answer requests until stdin ends."""
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # What user code prints must not get between the answers.
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    answers, requests = os.fdopen(os.dup(1), "wb", buffering=0), os.fdopen(os.dup(0), "rb")
+    os.dup2(2, 1)  # What user code prints must not get between the answers, nor may it read the requests.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    setup = orjson.loads(requests.readline())
+    resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        reward = load_reward(name)
+        routes = load_routes(setup)
     except (RelaxError, MemoryError) as error:
-        _send(answers, {"load_error": str(error) or f"reward function {name} needs more than reward.memory_bytes = {memory_bytes} to load"})
+        needs = f"reward function {setup['function']} needs more than reward.memory_bytes = {setup['memory_bytes']} to load"
+        _send(answers, {"load_error": str(error) or needs})
         return 2
-    _send(answers, {"digest": reward.digest})
-    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(requests,), daemon=True).start()
+    caller = Caller(routes, timeout_seconds=setup["timeout_seconds"])
+    _send(answers, {"digest": routes.digest, "takes_prompt_group": routes.takes_prompt_group, "is_async": routes.is_async})
+    if routes.is_async:
+        asyncio.run(_serve_together(caller, requests, answers, concurrency=setup["concurrency"]))
+    _serve(caller, requests, answers)
+    return 0
+
+
+def _serve(caller: Caller, requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answer one request after the other."""
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(requests, lines.put), daemon=True).start()
     while True:
-        _send(answers, _answer(reward, orjson.loads(requests.get())))
+        _send(answers, caller.answer(orjson.loads(lines.get())))
 
 
-def _read(requests: queue.SimpleQueue[bytes]) -> None:
-    for line in sys.stdin.buffer:
-        requests.put(line)
+async def _serve_together(caller: Caller, requests: BinaryIO, answers: BinaryIO, *, concurrency: int) -> None:
+    """Have so many calls under way at a time; the answers keep the order of the requests."""
+    loop, places = asyncio.get_running_loop(), asyncio.Semaphore(concurrency)
+    calls: asyncio.Queue[asyncio.Task[dict[str, Any]]] = asyncio.Queue()
+
+    async def call(line: bytes) -> dict[str, Any]:
+        async with places:
+            return await caller.answer_async(orjson.loads(line))
+
+    def begin(line: bytes) -> None:
+        calls.put_nowait(loop.create_task(call(line)))
+
+    threading.Thread(target=_read, args=(requests, lambda line: loop.call_soon_threadsafe(begin, line)), daemon=True).start()
+    while True:
+        _send(answers, await (await calls.get()))
+
+
+def _read(requests: BinaryIO, take: Callable[[bytes], object]) -> None:
+    for line in requests:
+        take(line)
     os._exit(0)  # The parent closed the pipe or died; a call that hangs must not outlive it.
 
 
-def _answer(reward: LoadedReward, request: dict[str, Any]) -> dict[str, Any]:
-    started = time.perf_counter()
+class Caller:
+    """Calls the function that a request is for, and makes an answer of whatever comes of it."""
+
+    def __init__(self, routes: Routes, *, timeout_seconds: float) -> None:
+        self._routes, self._timeout_seconds = routes, timeout_seconds
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to a request; whatever the function does short of ending the process is one."""
+        started = time.perf_counter()
+        try:
+            value = self._call(request)
+        except BaseException as error:  # User code may raise anything, SystemExit too; the parent counts it against this call alone.
+            return _failure(error, started)
+        return self._success(value, request, started)
+
+    async def answer_async(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Do the same for an `async def`; its time limit is kept here, since the parent sees only the oldest of several calls."""
+        started = time.perf_counter()
+        clock = asyncio.timeout(self._timeout_seconds)
+        try:
+            async with clock:
+                value = await self._call(request)
+        except BaseException as error:  # As above.
+            late = f"took longer than {self._timeout_seconds:g} s (reward.timeout_seconds)"
+            return {"error": late, "seconds": self._timeout_seconds} if clock.expired() else _failure(error, started)
+        return self._success(value, request, started)
+
+    def _call(self, request: dict[str, Any]) -> Any:
+        completions, metadata = request["completions"], orjson.loads(request["metadata"])
+        first = completions if self._routes.takes_prompt_group else completions[0]
+        return self._routes.reward_for(metadata).function(first, answer=request["answer"], metadata=metadata, prompt=request["prompt"])
+
+    def _success(self, value: Any, request: dict[str, Any], started: float) -> dict[str, Any]:
+        seconds = time.perf_counter() - started
+        num_samples = len(request["completions"])
+        values = value if self._routes.takes_prompt_group else [value]
+        if not isinstance(values, list | tuple) or len(values) != num_samples:
+            found = f"{len(values)} elements" if isinstance(values, list | tuple) else type(values).__name__
+            return {
+                "error": f"returned {found}; for a prompt group of {num_samples} samples it must return a list of {num_samples}",
+                "seconds": seconds,
+            }
+        weights = self._routes.reward_for(orjson.loads(request["metadata"])).weights
+        return {"results": [_result(one, weights) for one in values], "seconds": seconds}
+
+
+def _result(value: Any, weights: Mapping[str, float]) -> dict[str, Any]:
+    if isinstance(value, Exception):
+        return {"error": f"failed: {value}"[:MAX_ERROR_CHARACTERS]}
     try:
-        value = reward.function(request["completion"], answer=request["answer"], metadata=orjson.loads(request["metadata"]), prompt=request["prompt"])
-    except BaseException as error:  # User code may raise anything, SystemExit too; the parent counts it against this sample alone.
-        return {"error": _describe(error), "seconds": time.perf_counter() - started}
-    seconds = time.perf_counter() - started
-    try:
-        score = as_score(value)
+        score = as_score(value, weights=weights)
     except (TypeError, ValueError) as error:
-        return {"error": str(error), "seconds": seconds}
-    return {"reward": score.reward, "components": score.components, "seconds": seconds}
+        return {"error": str(error)}
+    return {"reward": score.reward, "components": score.components}
 
 
-def _describe(error: BaseException) -> str:
+def _failure(error: BaseException, started: float) -> dict[str, Any]:
     place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+    kind, where = type(error).__name__, f"{place.filename}:{place.lineno}"
+    text = f"failed: {error}" if isinstance(error, RelaxError) else f"raised {kind}: {error} ({where})"
+    if len(text) > MAX_ERROR_CHARACTERS:
+        text = f"{text[:MAX_ERROR_CHARACTERS]}..."
+    return {"error": text, "is_exhausted": isinstance(error, MemoryError), "seconds": time.perf_counter() - started}
 
 
 def _send(answers: BinaryIO, value: dict[str, Any]) -> None:
-    answers.write(orjson.dumps(value) + b"\n")
+    line = memoryview(orjson.dumps(value) + b"\n")
+    while line:
+        line = line[answers.write(line) :]
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    sys.exit(main())

@@ -1,30 +1,34 @@
-"""The reward hub: from a name, or a file of the user's, to a function and its version."""
+"""The reward hub: from a name, or a file of the user's, to a function with its settings and its version."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from hashlib import sha256
-from numbers import Real
-from pathlib import Path
+import sys
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import entry_points
+from types import ModuleType
 from typing import Any, Protocol
 
-from relax_events.errors import ConfigError
-from relax_events.plugins import load_file
+from pydantic import ConfigDict, ValidationError, create_model
 
-BUILT_IN = {
-    "exact_match": "relax_events.rewards.text_match",
-    "gsm8k": "relax_events.rewards.text_match",
-    "reasoning_gym": "relax_events.rewards.verifiers",
-}
-TOTAL = "reward"
+from relax_events.errors import ConfigError
+from relax_events.plugins import REWARDS, find_plugin
+from relax_events.rewards.declaring import facts_of
+from relax_events.rewards.versions import reward_digest
+
+PROMPT_GROUP_PARAMETER = "completions"
+GIVEN = ("answer", "metadata", "prompt")
 
 
 class RewardFunction(Protocol):
-    """Scores one completion: a number, or named components of which `reward` is the total (without it, their sum is)."""
+    """Scores one completion: a number, or named components of which `reward` is the total (without it, their sum is).
+
+    A function whose first parameter is called `completions` gets those of a whole prompt group, and returns a list with an
+    element for each; an element may be a `RewardError`. Either may be `async def`. Further keyword arguments are its options.
+    """
 
     def __call__(self, completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float | dict[str, float]:
         """Score a completion.
@@ -39,61 +43,109 @@ class RewardFunction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedReward:
-    """A reward function with its version: the SHA-256 of the file that holds it."""
+    """A reward function with its options filled in, how it wants to be called, and its version."""
 
     name: str
     function: Callable[..., Any]
-    digest: str
+    digest: str = ""
+    takes_prompt_group: bool = False
+    is_async: bool = False
+    weights: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
-    """What a reward function gave for a sample."""
+class RewardOption:
+    """An option of a reward function."""
 
-    reward: float
-    components: dict[str, float]
-    seconds: float = 0.0
+    name: str
+    kind: str
+    default: Any
+    is_required: bool
 
 
-def load_reward(name: str) -> LoadedReward:
-    """Load a reward function of the hub, or of a file given as `path/to/file.py:function`.
+def reward_names() -> list[str]:
+    """Return the names of all installed rewards."""
+    return sorted(entry.name for entry in entry_points(group=REWARDS))
+
+
+def load_reward(name: str, *, options: Mapping[str, Any] | None = None, weights: Mapping[str, float] | None = None) -> LoadedReward:
+    """Load a reward function of the hub, or of a file given as `path/to/file.py:function`, and make it ready to be called.
 
     This runs the file's code: outside of tests only a reward child does it.
 
+    Args:
+        name: As in `reward.function`.
+        options: As in `reward.options`.
+        weights: As in `reward.weights`; they are part of the version.
     Raises:
-        ConfigError: There is no such name, file or function, or the file fails to load; the text says where.
+        ConfigError: There is no such name, file or function, the file fails to load, or an option does not fit; the text says where.
+        EnvironmentProblem: The function needs a package that is not installed, or something else that this machine lacks.
     """
-    if name in BUILT_IN:
-        module, function_name = importlib.import_module(BUILT_IN[name]), name
-    else:
-        path, _, function_name = name.rpartition(":")
-        if not path.endswith(".py") or not function_name:
-            raise ConfigError(f"reward.function must be {', '.join(BUILT_IN)} or path/to/file.py:function, got {name!r}; set reward.function")
-        if not Path(path).is_file():
-            raise ConfigError(f"reward file {path} does not exist; set reward.function = 'path/to/file.py:function'")
-        module = load_file(Path(path), what="reward file")
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        defined = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
-        raise ConfigError(f"{name}: {module.__file__} has no function {function_name!r}, only {', '.join(defined) or 'none'}; set reward.function")
-    return LoadedReward(name, function, sha256(Path(str(module.__file__)).read_bytes()).hexdigest())
+    function, module = find_function(name)
+    facts = facts_of(function)
+    checked = check_options(function, name, options or {})
+    if facts.prepare is not None:
+        facts.prepare()
+    digest = reward_digest(module, function.__name__, options=checked, weights=weights or {}, packages=facts.packages)
+    bound = partial(function, **checked) if checked else function
+    return LoadedReward(name, bound, digest, takes_prompt_group(function), inspect.iscoroutinefunction(function), weights or {})
 
 
-def as_score(value: Any, *, seconds: float = 0.0) -> Score:
-    """Check what a reward function returned.
+def find_function(name: str) -> tuple[Callable[..., Any], ModuleType]:
+    """Return a reward function, without its options and not made ready, and the module that holds it.
 
     Raises:
-        TypeError: It is neither a number nor a non-empty dict of numbers.
-        ValueError: A number is not finite.
+        ConfigError: There is no such name, file or function, or the file fails to load.
     """
-    components = value if isinstance(value, dict) else {TOTAL: value}
-    if not components:
-        raise TypeError("returned an empty dict; it must return a number or a dict of numbers")
-    for key, part in components.items():
-        if not isinstance(key, str) or not isinstance(part, Real):
-            raise TypeError(f"returned {key!r}: {part!r:.60} ({type(part).__name__}); it must return a number or a dict of numbers")
-        if not math.isfinite(part):
-            raise ValueError(f"returned {key!r}: {float(part)}; rewards must be finite")
-    numbers = {key: float(part) for key, part in components.items()}
-    total = numbers.pop(TOTAL) if TOTAL in numbers else math.fsum(numbers.values())
-    return Score(total, numbers, seconds)
+    function = find_plugin(REWARDS, name, what=f"reward.function = {name!r}", kind="function").load()
+    if not inspect.isfunction(function):
+        raise ConfigError(f"reward.function = {name!r} is a {type(function).__name__}; it must be a function, defined by def or async def")
+    return function, sys.modules[function.__module__]
+
+
+def takes_prompt_group(function: Callable[..., Any]) -> bool:
+    """Tell whether a function wants the completions of a whole prompt group."""
+    return next(iter(inspect.signature(function).parameters), "") == PROMPT_GROUP_PARAMETER
+
+
+def options_of(function: Callable[..., Any]) -> list[RewardOption]:
+    """Return the options that a function takes: its keyword arguments besides those that every reward function gets."""
+    return [
+        RewardOption(name, inspect.formatannotation(hint), None if default is ... else default, default is ...)
+        for name, (hint, default) in _option_fields(function).items()
+    ]
+
+
+def check_options(function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options as the function's annotations want them, without those that were not given.
+
+    Raises:
+        ConfigError: The function does not take what every reward function gets, an option is unknown, missing or of another type.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    if not takes_any and (missing := [given for given in GIVEN if given not in inspect.signature(function).parameters]):
+        text = f"{name} does not take {', '.join(missing)}"
+        raise ConfigError(f"{text}; define it as (completion, *, answer, metadata, prompt), or with completions for whole prompt groups")
+    settings = ConfigDict(extra="allow" if takes_any else "forbid", arbitrary_types_allowed=True, protected_namespaces=())
+    model = create_model("Options", __config__=settings, **typing.cast("dict[str, Any]", _option_fields(function)))
+    try:
+        checked: dict[str, Any] = model.model_validate(dict(options)).model_dump(exclude_unset=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        known = ", ".join(option.name for option in options_of(function)) or "none"
+        raise ConfigError(f"reward.options.{place}: {first['msg']}, got {first['input']!r:.60}; {name} takes {known}; set reward.options") from None
+    return checked
+
+
+def _option_fields(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
+    try:
+        hints = typing.get_type_hints(function)
+    except NameError:  # Names that only a type checker imports: then anything goes.
+        hints = {}
+    return {
+        parameter.name: (hints.get(parameter.name, Any), ... if parameter.default is parameter.empty else parameter.default)
+        for parameter in list(inspect.signature(function).parameters.values())[1:]
+        if parameter.name not in GIVEN and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    }

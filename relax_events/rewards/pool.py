@@ -1,4 +1,4 @@
-"""Runs a reward function in child processes, so that one that hangs, leaks or crashes costs one sample and never the worker."""
+"""Runs a reward function in child processes, so that one that hangs, leaks or crashes costs one call and never the worker."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import math
 import selectors
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,28 +17,30 @@ import orjson
 
 from relax_events.config import RewardConfig
 from relax_events.errors import ConfigError, RewardError
-from relax_events.rewards.hub import Score
-from relax_events.rewards.process import START_SECONDS, Request, RewardChild
+from relax_events.rewards.process import START_SECONDS, Greeting, Request, RewardChild
+from relax_events.rewards.scores import Score
 
 MAX_REQUESTS_PER_CHILD = 64
 
 
 @dataclass(frozen=True, slots=True)
 class RewardItem:
-    """A completion to be scored; `metadata` is a JSON object as text."""
+    """A completion to be scored; `metadata` is a JSON object as text. Items of one prompt group stand together, under its id."""
 
     sample_id: str
     completion: str
     answer: str = ""
     metadata: str = "{}"
     prompt: str = ""
+    prompt_group_id: str = ""
 
 
 class RewardPool:
     """Scores completions in `reward.processes` child processes.
 
     A call that takes longer than `reward.timeout_seconds` is killed with its child, another child takes its place, and the calls that
-    waited behind it are asked again. The children speak JSON lines over pipes and end with the parent, however it ends.
+    waited behind it are asked again. Where several calls were under way in the child, each of them is asked again alone, and only the
+    one that does it again has failed. The children speak JSON lines over pipes and end with the parent, however it ends.
     Use it as a context manager, from one thread.
     """
 
@@ -53,13 +56,13 @@ class RewardPool:
         self._waiting: deque[Request] = deque()
         self._results: dict[int, Score | RewardError] = {}
         self._items: Sequence[RewardItem] = ()
-        self.name = config.function
-        self.digest = ""
+        self._greeting: Greeting | None = None
+        self.name = "; ".join([config.function, *(f"{source}: {chosen.function}" for source, chosen in sorted(config.routes.items()))])
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.close)
             for _ in range(config.processes):
                 self._start_child()
-            while any(child.digest is None for child in self._children):
+            while any(child.greeting is None for child in self._children):
                 self._turn(window=0)
             on_failure.pop_all()
 
@@ -69,18 +72,36 @@ class RewardPool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    @property
+    def digest(self) -> str:
+        """The version of the function with its options."""
+        return self._loaded.digest
+
+    @property
+    def takes_prompt_group(self) -> bool:
+        """Whether the function scores whole prompt groups: then all items of one must be in the same batch, side by side."""
+        return self._loaded.takes_prompt_group
+
+    @property
+    def _loaded(self) -> Greeting:
+        assert self._greeting is not None
+        return self._greeting
+
     def score_batch(self, items: Sequence[RewardItem]) -> list[Score | RewardError]:
         """Score completions, in parallel, and give the results in the order of the items.
 
         A call that raises, hangs, dies or returns no finite number gives a `RewardError` in its place; the others are not affected.
+        Where the function takes prompt groups, a call is that of a prompt group.
 
         Raises:
             ConfigError: A child had to be started again and could not load the function, or found another version of it.
         """
         self._items = items
         self._results = {}
-        self._waiting = deque(Request(index, _line(item)) for index, item in enumerate(items))
-        window = min(MAX_REQUESTS_PER_CHILD, math.ceil(len(items) / (4 * self._config.processes)))
+        self._waiting = deque(self._requests(items))
+        window = min(MAX_REQUESTS_PER_CHILD, math.ceil(len(self._waiting) / (4 * self._config.processes)))
+        if self._loaded.is_async:
+            window = 2 * self._config.concurrency
         while len(self._results) < len(items):
             self._turn(window=window)
         return [self._results[index] for index in range(len(items))]
@@ -92,6 +113,12 @@ class RewardPool:
             child.close(timeout_seconds=max(0.0, deadline - time.monotonic()))
         self._children.clear()
         self._selector.close()
+
+    def _requests(self, items: Sequence[RewardItem]) -> Iterable[Request]:
+        if not self._loaded.takes_prompt_group:
+            return (Request((index,), _line([item])) for index, item in enumerate(items))
+        prompt_groups = groupby(enumerate(items), key=lambda numbered: numbered[1].prompt_group_id)
+        return (_request_of(list(numbered)) for _, numbered in prompt_groups)
 
     def _turn(self, *, window: int) -> None:
         """Give out requests, wait for the next answer or deadline, and deal with what came."""
@@ -108,59 +135,95 @@ class RewardPool:
             self._replace(child, self._overdue_text(child))
 
     def _feed(self, child: RewardChild, window: int) -> None:
-        if child.digest is not None and self._waiting and len(child.requests) <= window // 2:
-            num_requests = min(window - len(child.requests), len(self._waiting))
-            child.ask([self._waiting.popleft() for _ in range(num_requests)])
+        if child.greeting is not None and self._waiting and len(child.requests) <= window // 2 and not child.is_examining:
+            child.ask(self._next_requests(window - len(child.requests), is_idle=not child.requests))
         if child.has_outgoing and child.stdin not in self._selector.get_map():
             self._selector.register(child.stdin, selectors.EVENT_WRITE, child)
         elif not child.has_outgoing and child.stdin in self._selector.get_map():
             self._selector.unregister(child.stdin)
 
+    def _next_requests(self, limit: int, *, is_idle: bool) -> list[Request]:
+        """Take requests from the front; a suspect goes alone, to a child that does nothing else."""
+        if self._waiting[0].is_suspect:
+            return [self._waiting.popleft()] if is_idle else []
+        requests: list[Request] = []
+        while self._waiting and len(requests) < limit and not self._waiting[0].is_suspect:
+            requests.append(self._waiting.popleft())
+        return requests
+
     def _hear(self, child: RewardChild) -> None:
-        was_ready = child.digest is not None
+        was_ready = child.greeting is not None
         answers = child.read()
         if answers is None:
             self._replace(child, "")
             return
-        if not was_ready and child.digest is not None:
-            self._check_version(child.digest)
+        if not was_ready and child.greeting is not None:
+            self._check_version(child.greeting)
+        retried: list[Request] = []
         for request, answer in answers:
-            self._results[request.index] = self._result(request, answer)
+            child.num_answered += 1
+            if answer.get("is_exhausted") and child.num_answered > 1:
+                retried.append(request)  # earlier calls may have leaked; its first call in another child will tell
+            else:
+                self._settle(request, answer)
+        if any(answer.get("is_exhausted") for _, answer in answers):
+            self._renew(child, retried)
 
-    def _check_version(self, digest: str) -> None:
-        if self.digest and digest != self.digest:
-            versions = f"version {self.digest[:12]}, now {digest[:12]}"
+    def _check_version(self, greeting: Greeting) -> None:
+        if self._greeting is not None and greeting.digest != self._greeting.digest:
+            versions = f"version {self._greeting.digest[:12]}, now {greeting.digest[:12]}"
             raise ConfigError(f"reward function {self.name} changed during the run ({versions}); start the run again")
-        self.digest = digest
+        self._greeting = greeting
 
-    def _result(self, request: Request, answer: dict[str, Any]) -> Score | RewardError:
-        if "error" in answer:
-            return self._error(request, answer["error"])
-        return Score(answer["reward"], answer["components"], answer["seconds"])
+    def _settle(self, request: Request, answer: dict[str, Any]) -> None:
+        """Keep the results of a call, or its error for each of its samples."""
+        seconds = answer["seconds"] / len(request.indices)
+        results = answer.get("results") or [answer] * len(request.indices)
+        for index, result in zip(request.indices, results, strict=True):
+            if "error" in result:
+                self._results[index] = self._error(index, result["error"])
+            else:
+                self._results[index] = Score(result["reward"], result["components"], seconds)
 
-    def _error(self, request: Request, text: str) -> RewardError:
-        return RewardError(f"reward function {self.name} {text} on sample {self._items[request.index].sample_id}")
+    def _error(self, index: int, text: str) -> RewardError:
+        return RewardError(f"reward function {self.name} {text} on sample {self._items[index].sample_id}")
+
+    def _fail(self, request: Request, text: str) -> None:
+        for index in request.indices:
+            self._results[index] = self._error(index, text)
 
     def _overdue_text(self, child: RewardChild) -> str:
-        if child.digest is None:
+        if child.greeting is None:
             return f"took longer than {START_SECONDS:g} s to load"
         return f"took longer than {self._config.timeout_seconds:g} s (reward.timeout_seconds)"
 
+    def _renew(self, child: RewardChild, retried: list[Request]) -> None:
+        """Start another child for one without memory."""
+        retried += child.requests
+        self._end(child)
+        self._waiting.extendleft(reversed(retried))
+        self._start_child()
+
     def _replace(self, child: RewardChild, text: str) -> None:
-        """Start another child for one that hangs or died, count its oldest call as failed and ask the others again."""
+        """Start another child for one that hangs or died, find out by which call, and ask the others again."""
+        ending = self._end(child)
+        text = text or f"died ({ending})"
+        if child.greeting is None:
+            raise ConfigError(f"reward function {self.name} {text} before it was loaded; see reward.function and reward.memory_bytes")
+        retried = list(child.requests)
+        if child.greeting.is_async and len(retried) > 1:
+            retried = [replace(request, is_suspect=True) for request in retried]
+        elif retried:
+            self._fail(retried.pop(0), text)
+        self._waiting.extendleft(reversed(retried))
+        self._start_child()
+
+    def _end(self, child: RewardChild) -> str:
         for pipe in (child.stdin, child.stdout):
             if pipe in self._selector.get_map():
                 self._selector.unregister(pipe)
         self._children.remove(child)
-        ending = child.kill()
-        text = text or f"died ({ending})"
-        if child.digest is None:
-            raise ConfigError(f"reward function {self.name} {text} before it was loaded; see reward.function and reward.memory_bytes")
-        if child.requests:
-            failed = child.requests.popleft()
-            self._results[failed.index] = self._error(failed, text)
-            self._waiting.extendleft(reversed(child.requests))
-        self._start_child()
+        return child.kill()
 
     def _start_child(self) -> None:
         child = RewardChild(self._config)
@@ -168,6 +231,11 @@ class RewardPool:
         self._selector.register(child.stdout, selectors.EVENT_READ, child)
 
 
-def _line(item: RewardItem) -> bytes:
-    request = {"completion": item.completion, "answer": item.answer, "metadata": item.metadata, "prompt": item.prompt}
+def _request_of(numbered: Sequence[tuple[int, RewardItem]]) -> Request:
+    return Request(tuple(index for index, _ in numbered), _line([item for _, item in numbered]))
+
+
+def _line(items: Sequence[RewardItem]) -> bytes:
+    first = items[0]
+    request = {"completions": [item.completion for item in items], "answer": first.answer, "metadata": first.metadata, "prompt": first.prompt}
     return orjson.dumps(request) + b"\n"

@@ -19,28 +19,42 @@ from relax_events.config import RewardConfig
 from relax_events.errors import ConfigError
 
 START_SECONDS = 120.0
+ASYNC_GRACE_SECONDS = 1.0
 READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A call that waits for its turn: where its result belongs, and its line for the child."""
+    """A call that waits for its turn: where its results belong, and its line for the child.
 
-    index: int
+    One that `is_suspect` was under way, with others, in a child that hung or died: it is asked alone to find out which it was.
+    """
+
+    indices: tuple[int, ...]
     line: bytes
+    is_suspect: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What a child says once it has loaded the function."""
+
+    digest: str
+    takes_prompt_group: bool
+    is_async: bool
 
 
 class RewardChild:
-    """A child process that answers requests one after the other.
+    """A child process that answers requests in their order, one at a time or, for an `async def`, several.
 
     The clock of a request starts when it becomes the oldest one, so a queue behind a slow call is not blamed for it.
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        """Start the process; it is ready once `digest` is set."""
+        """Start the process; it is ready once it has a `greeting`."""
         self._config = config
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "relax_events.rewards.child", config.function, str(config.memory_bytes)],
+            [sys.executable, "-m", "relax_events.rewards.child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -51,18 +65,27 @@ class RewardChild:
         assert self._process.stdout is not None
         self.stdin, self.stdout = self._process.stdin, self._process.stdout
         os.set_blocking(self.stdin.fileno(), False)
-        self.digest: str | None = None
+        self.greeting: Greeting | None = None
         self.requests: deque[Request] = deque()
-        self._outgoing = b""
+        self.num_answered = 0
+        self._outgoing = bytearray(orjson.dumps(config.model_dump(exclude={"processes"})) + b"\n")
         self._incoming = b""
         self._clock = time.monotonic()
+        self.write()
 
     @property
     def deadline(self) -> float | None:
         """When the child must have said something, on the monotonic clock; None when nothing is asked of it."""
-        if self.digest is None:
+        if self.greeting is None:
             return self._clock + START_SECONDS
-        return self._clock + self._config.timeout_seconds if self.requests else None
+        # A child with several calls under way keeps their time itself; we end it when it does not come to that.
+        grace = ASYNC_GRACE_SECONDS if self.greeting.is_async else 0.0
+        return self._clock + self._config.timeout_seconds + grace if self.requests else None
+
+    @property
+    def is_examining(self) -> bool:
+        """Whether it was given a suspect, which must be alone."""
+        return bool(self.requests) and self.requests[0].is_suspect
 
     @property
     def has_outgoing(self) -> bool:
@@ -81,11 +104,13 @@ class RewardChild:
         """Write as much as the pipe takes; a child that died is noticed when its answers are read."""
         try:
             while self._outgoing:
-                self._outgoing = self._outgoing[os.write(self.stdin.fileno(), self._outgoing) :]
+                with memoryview(self._outgoing) as view:
+                    num_bytes = os.write(self.stdin.fileno(), view)
+                del self._outgoing[:num_bytes]
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self._outgoing = b""
+            self._outgoing.clear()
 
     def read(self) -> list[tuple[Request, dict[str, Any]]] | None:
         """Read the answers that have arrived, oldest first; None when the child is gone.
@@ -100,20 +125,21 @@ class RewardChild:
         answers = [orjson.loads(line) for line in lines]
         if answers:
             self._clock = time.monotonic()
-        if answers and self.digest is None:
+        if answers and self.greeting is None:
             self._greet(answers.pop(0))
         return [(self.requests.popleft(), answer) for answer in answers]
 
     def _greet(self, greeting: dict[str, Any]) -> None:
         if "load_error" in greeting:
             raise ConfigError(greeting["load_error"])
-        self.digest = greeting["digest"]
+        self.greeting = Greeting(**greeting)
 
     def kill(self) -> str:
         """End the process and whatever it started, and tell how it had ended."""
         if self._process.poll() is None:
             self.signal(signal.SIGKILL)
         code = self._process.wait()
+        self.signal(signal.SIGKILL)  # what a child that died by itself has left behind in its process group
         self.stdin.close()
         self.stdout.close()
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

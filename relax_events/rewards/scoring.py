@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from relax_events.errors import RewardError
 from relax_events.events.types import SampleRolledOut, SampleScored
-from relax_events.rewards.hub import Score
 from relax_events.rewards.pool import RewardItem
+from relax_events.rewards.scores import Score
 
 
 def reward_item(sample: SampleRolledOut) -> RewardItem:
@@ -16,6 +16,7 @@ def reward_item(sample: SampleRolledOut) -> RewardItem:
         answer=sample.answer,
         metadata=sample.metadata,
         prompt="\n".join(message.text for message in sample.messages),
+        prompt_group_id=f"{sample.prompt_group_id}@{sample.policy_version}",
     )
 
 

@@ -23,6 +23,7 @@ class WorkerMetrics:
             "relax_record_batch_duration_seconds", "Time to process one record batch.", ["role"], buckets=SECONDS_BUCKETS, registry=self.registry
         )
         self._purged = Counter("relax_records_purged_total", "Records deleted by version retention.", ["topic"], registry=self.registry)
+        self._scored = Counter("relax_samples_scored_total", "Samples by whether they got a reward.", ["outcome"], registry=self.registry)
         self._tokens = Counter("relax_tokens_total", "Tokens that a worker generated, evaluated or trained.", ["role"], registry=self.registry)
         self._in_flight = Gauge("relax_records_in_flight", "Records in work.", ["role"], registry=self.registry)
         self._version = Gauge("relax_policy_version", "Policy version that a worker serves or knows.", ["role"], registry=self.registry)
@@ -49,6 +50,10 @@ class WorkerMetrics:
     def ended(self, outcome: str) -> None:
         """Count a prompt group's end."""
         self._ended.labels(outcome).inc()
+
+    def scored(self, outcome: str) -> None:
+        """Count a sample that got a reward (`scored`) or did not (`failed`)."""
+        self._scored.labels(outcome).inc()
 
     def tokens(self, count: int) -> None:
         """Count tokens."""

@@ -1,7 +1,9 @@
 """The reward hub: built-in functions, files of the user's, and what may be returned."""
 
 import hashlib
+import json
 import math
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -9,59 +11,84 @@ import numpy as np
 import pytest
 
 from relax_events.errors import ConfigError
-from relax_events.rewards.hub import Score, as_score, load_reward
-from relax_events.rewards.text_match import exact_match, gsm8k
+from relax_events.rewards import verifiers
+from relax_events.rewards.hub import load_reward, reward_names
+from relax_events.rewards.scores import Score, as_score
 
 
 def call(function: Any, completion: str, answer: str) -> float:
     return function(completion, answer=answer, metadata={}, prompt="")
 
 
-@pytest.mark.parametrize(("completion", "answer", "reward"), [("cat", "cat", 1.0), (" cat\n", "cat", 1.0), ("Cat", "cat", 0.0), ("", "cat", 0.0)])
-def test_exact_match_compares_without_surrounding_space(completion: str, answer: str, reward: float) -> None:
-    assert call(exact_match, completion, answer) == reward
+def digest_of(function: str, files: dict[str, str], **settings: Any) -> str:
+    """Compute a version as the documentation says it is made."""
+    facts = {"files": files, "function": function, "options": {}, "packages": {}, "weights": {}} | settings
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [
-        ("2 + 2 = 1,004\n#### 1,004", 1.0),
-        ("so it is 1004.00", 1.0),
-        ("#### $1004 dollars", 1.0),
-        ("#### 1004 of 5000", 1.0),
-        ("#### 3, no: #### 1004", 1.0),
-        ("#### -1004", 0.0),
-        ("1004 or 5000", 0.0),
-        ("####", 0.0),
-        ("none", 0.0),
-    ],
-)
-def test_gsm8k_compares_the_final_numbers(completion: str, reward: float) -> None:
-    assert call(gsm8k, completion, "work 7 * 8\n#### 1004") == reward
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_gsm8k_gives_nothing_when_the_reference_has_no_number() -> None:
-    assert call(gsm8k, "none", "none") == 0.0
+SCORE = "def score(completion, *, answer, metadata, prompt, scale: float = 1.0):\n    return len(completion) * scale\n"
 
 
-def test_hub_versions_a_function_by_the_file_that_holds_it(tmp_path: Path) -> None:
+def test_hub_loads_a_function_with_its_options(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text("def score(completion, *, answer, metadata, prompt):\n    return len(completion)\n")
-    loaded = load_reward(f"{file}:score")
-    assert call(loaded.function, "four", "") == 4
-    assert loaded.digest == hashlib.sha256(file.read_bytes()).hexdigest()
+    file.write_text(SCORE)
+    assert call(load_reward(f"{file}:score").function, "four", "") == 4
+    assert call(load_reward(f"{file}:score", options={"scale": 0.5}).function, "four", "") == 2
+
+
+def test_hub_versions_a_function_by_its_files_and_settings(tmp_path: Path) -> None:
+    file, beside = tmp_path / "versioned.py", tmp_path / "used_beside.py"
+    beside.write_text("def length(text):\n    return len(text)\n")
+    file.write_text("import json\nfrom used_beside import length\n" + SCORE)
+    files = {"used_beside.py": sha256(beside), "versioned.py": sha256(file)}
+    plain = load_reward(f"{file}:score")
+    assert plain.digest == digest_of("score", files)
+    assert load_reward(f"{file}:score", options={"scale": 2}).digest == digest_of("score", files, options={"scale": 2.0})
+    assert load_reward(f"{file}:score", weights={"a": 0.5}).digest == digest_of("score", files, weights={"a": 0.5})
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    file.rename(elsewhere / "versioned.py")
+    assert load_reward(f"{elsewhere / 'versioned.py'}:score").digest == digest_of("score", {"versioned.py": files["versioned.py"]})
+
+
+def test_hub_versions_a_built_in_by_the_packages_that_it_rests_on() -> None:
+    folder = Path(verifiers.__path__[0])
+    files = {f"{name}.py": sha256(folder / f"{name}.py") for name in ("answers", "ifbench_forms", "ifbench_words", "ifeval", "instructions")}
+    assert load_reward("ifeval").digest == digest_of("ifeval", files, packages={"langdetect": version("langdetect")})
 
 
 def test_hub_knows_its_built_in_functions() -> None:
-    assert load_reward("exact_match").function is exact_match
-    assert load_reward("gsm8k").function is gsm8k
-    assert load_reward("reasoning_gym").name == "reasoning_gym"
+    wanted = {"exact_match", "gsm8k", "math", "deepscaler", "dapo_math", "gpqa", "multiple_choice", "f1", "ifeval", "openr1_multimodal", "code"}
+    assert wanted <= set(reward_names())
+    assert call(load_reward("exact_match").function, " cat", "cat") == 1.0
+    assert load_reward("remote_group", options={"url": "http://localhost:1"}).takes_prompt_group
+
+
+@pytest.mark.parametrize(
+    ("definition", "options", "text"),
+    [
+        ("def score(completion): pass", {}, "does not take answer, metadata, prompt; define it as"),
+        (SCORE, {"scale": "much"}, r"reward.options.scale: Input should be a valid number.* got 'much'; .*:score takes scale; set reward.options"),
+        (SCORE, {"scales": 1}, r"reward.options.scales: Extra inputs are not permitted, got 1; .*:score takes scale"),
+        (SCORE.replace(" = 1.0", ""), {}, r"reward.options.scale: Field required"),
+        ("score = type('Score', (), {'__call__': lambda *a, **k: 1})()", {}, "is a Score; it must be a function"),
+    ],
+)
+def test_hub_says_what_is_wrong_with_a_signature_or_an_option(tmp_path: Path, definition: str, options: dict[str, Any], text: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(definition)
+    with pytest.raises(ConfigError, match=text):
+        load_reward(f"{file}:score", options=options)
 
 
 @pytest.mark.parametrize(
     ("source", "function", "text"),
     [
-        (None, "score", "reward file .*mine.py does not exist; set reward.function"),
+        (None, "score", "file .*mine.py does not exist; give path/to/file.py:function"),
         ("def other(): pass\n", "score", "has no function 'score', only other"),
         ("score = 3\n", "score", "has no function 'score', only none"),
         ("def score(:\n", "score", "mine.py has a syntax error in line 1"),
@@ -79,7 +106,7 @@ def test_hub_says_why_a_file_can_not_be_loaded(tmp_path: Path, source: str | Non
 
 @pytest.mark.parametrize("name", ["exact_mach", "mine.py", "mine.txt:score", "mine.py:"])
 def test_hub_lists_its_names_when_one_is_unknown(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"reward.function must be exact_match, gsm8k, reasoning_gym or path/to/file.py:function"):
+    with pytest.raises(ConfigError, match=r"reward.function = .* is not installed; installed are code, .*exact_match, f1, .*gsm8k"):
         load_reward(name)
 
 
@@ -107,3 +134,11 @@ def test_score_refuses_other_types(value: Any) -> None:
 def test_score_refuses_what_is_not_finite(value: Any) -> None:
     with pytest.raises(ValueError, match=r"rewards must be finite"):
         as_score(value)
+
+
+def test_score_weighs_components_when_weights_are_given() -> None:
+    weights = {"form": 0.5, "content": 2.0}
+    assert as_score({"form": 1, "content": 0.25, "length": 9}, weights=weights) == Score(1.0, {"form": 1.0, "content": 0.25, "length": 9.0})
+    assert as_score({"reward": 7, "form": 1, "content": 0}, weights=weights) == Score(0.5, {"form": 1.0, "content": 0.0})
+    with pytest.raises(ValueError, match=r"returned form, but reward.weights also names content"):
+        as_score({"form": 1}, weights=weights)

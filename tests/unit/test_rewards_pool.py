@@ -13,11 +13,13 @@ import pytest
 
 from relax_events.config import RewardConfig
 from relax_events.errors import ConfigError, RewardError
-from relax_events.rewards.hub import Score
 from relax_events.rewards.pool import RewardItem, RewardPool
+from relax_events.rewards.scores import Score
 
 USER_FILE = """
 import os, signal, sys, threading
+
+LEAKED = []
 
 def score(completion, *, answer, metadata, prompt):
     print("noise on stdout")
@@ -37,6 +39,12 @@ def score(completion, *, answer, metadata, prompt):
         return "1"
     if completion == "memory":
         return len(bytearray(10**10))
+    if completion == "leak":
+        LEAKED.append(bytearray(25 * 10**7))
+    if completion == "power":
+        return 9**9**9**9
+    if completion == "read":
+        return len(sys.stdin.read())
     if completion == "pid":
         return os.getpid()
     if completion == "parts":
@@ -90,11 +98,12 @@ def test_pool_passes_prompt_and_metadata_and_returns_components(pool: RewardPool
         ("hang", r"took longer than 0.4 s \(reward.timeout_seconds\) on sample sample-1$"),
         ("die", r"died \(signal SIGSEGV\) on sample sample-1$"),
         ("leave", r"died \(exit code 9\) on sample sample-1$"),
-        ("exit", r"raised SystemExit: 3 \(.*mine.py:13\) on sample sample-1$"),
-        ("raise", r"raised KeyError: 'colour' \(.*mine.py:15\) on sample sample-1$"),
+        ("exit", r"raised SystemExit: 3 \(.*mine.py:15\) on sample sample-1$"),
+        ("raise", r"raised KeyError: 'colour' \(.*mine.py:17\) on sample sample-1$"),
         ("nan", r"returned 'reward': nan; rewards must be finite on sample sample-1$"),
         ("text", r"returned 'reward': '1' \(str\); it must return a number or a dict of numbers on sample sample-1$"),
         ("memory", r"raised MemoryError"),
+        ("power", r"took longer than 0.4 s \(reward.timeout_seconds\) on sample sample-1$"),
     ],
 )
 def test_pool_counts_a_failure_against_its_sample_alone(pool: RewardPool, completion: str, text: str) -> None:
@@ -102,6 +111,15 @@ def test_pool_counts_a_failure_against_its_sample_alone(pool: RewardPool, comple
     assert rewards(results) == [1.0, None, 1.0, 1.0, 0.0]
     with pytest.raises(RewardError, match=text):
         raise next(result for result in results if isinstance(result, RewardError))
+
+
+def test_pool_does_not_blame_a_sample_for_memory_that_another_leaked(function: str) -> None:
+    with RewardPool(RewardConfig(function=function, memory_bytes=600 * 1024**2)) as pool:
+        assert rewards(pool.score_batch(items(*["leak", "good"] * 3))) == [0.0, 1.0] * 3
+
+
+def test_function_can_not_read_the_requests(pool: RewardPool) -> None:
+    assert rewards(pool.score_batch(items("read", "good", "read", "good"))) == [0.0, 1.0, 0.0, 1.0]
 
 
 def test_pool_goes_on_after_many_failures(pool: RewardPool) -> None:

@@ -122,7 +122,7 @@ class Rescoring:
         new = rewards_of(self.log, self.log.whole(self.entity, [partition]), check=self._require_same_function)
         self.progress.num_scored_before += len(new)
         for samples in self._batches(place, span):
-            self._score([sample for sample in samples if key_of(sample) not in new], partition, new)
+            self._score(self._unscored(samples, new), partition, new)
             for sample in samples:
                 self._pair(sample, originals.get(key_of(sample)), new[key_of(sample)])
             self.report(self.progress)
@@ -131,26 +131,40 @@ class Rescoring:
         self.open_groups.clear()
 
     def _batches(self, place: Place, span: Span) -> Iterator[list[SampleRolledOut]]:
-        """Give each sample once, in lists of bounded length."""
+        """Give each sample once, in lists of bounded length; side by side with its prompt group where the function takes those."""
         seen: set[Key] = set()
         batch: list[SampleRolledOut] = []
+        gathered: dict[Key, list[SampleRolledOut]] = {}
         for found in self.log.found({place: span}, SampleRolledOut):
             if key_of(found.event) in seen:
                 continue
             seen.add(key_of(found.event))
-            batch.append(found.event)
-            if len(batch) == SAMPLES_AT_ONCE:
+            batch += self._gather(found.event, gathered) if self.pool.takes_prompt_group else [found.event]
+            if len(batch) >= SAMPLES_AT_ONCE:
                 yield batch
                 batch = []
+        batch += [sample for samples in gathered.values() for sample in samples]  # of generations that were cut short
         if batch:
             yield batch
 
+    def _gather(self, sample: SampleRolledOut, gathered: dict[Key, list[SampleRolledOut]]) -> list[SampleRolledOut]:
+        """Return the sample's whole prompt group when it is the last of it, else nothing."""
+        samples = gathered.setdefault(group_of(sample), [])
+        samples.append(sample)
+        return gathered.pop(group_of(sample)) if len(samples) == sample.samples_per_prompt else []
+
+    def _unscored(self, samples: list[SampleRolledOut], new: Rewards) -> list[SampleRolledOut]:
+        """Return those to be scored: all without a score, and the others of their prompt groups where the function needs them."""
+        open_groups = {group_of(sample) for sample in samples if key_of(sample) not in new}
+        return [sample for sample in samples if key_of(sample) not in new or (self.pool.takes_prompt_group and group_of(sample) in open_groups)]
+
     def _score(self, samples: list[SampleRolledOut], partition: int, new: Rewards) -> None:
-        """Score samples, write the scores, and remember them once they are acknowledged."""
+        """Score samples, write the scores that are new, and remember them once they are acknowledged."""
         results = self.pool.score_batch([reward_item(sample) for sample in samples])
         scored = [
             as_scored(sample, result, reward_name=self.pool.name, reward_digest=self.pool.digest)
             for sample, result in zip(samples, results, strict=True)
+            if key_of(sample) not in new
         ]
         self.producer.write(self._record(event, partition) for event in scored)
         new.update((key_of(event), event.reward) for event in scored)
@@ -163,7 +177,7 @@ class Rescoring:
         return OutRecord(topic, self.codec.encode(event), key=event.prompt_group_id, partition=partition, headers=headers)
 
     def _pair(self, sample: SampleRolledOut, original: float | None, new: float | None) -> None:
-        key = (sample.prompt_group_id, sample.policy_version)
+        key = group_of(sample)
         pairs = self.open_groups.setdefault(key, [])
         pairs.append(ScoredPair(*key_of(sample), original, new, sample.completion))
         if len(pairs) == sample.samples_per_prompt:
@@ -189,3 +203,8 @@ def rewards_of(log: RunLog, spans: dict[Place, Span], *, check: Callable[[Sample
 def key_of(event: SampleRolledOut | SampleScored) -> Key:
     """Return what tells the generations of samples apart."""
     return event.sample_id, event.policy_version
+
+
+def group_of(event: SampleRolledOut) -> Key:
+    """Return what tells the generations of prompt groups apart."""
+    return event.prompt_group_id, event.policy_version

@@ -1,0 +1,283 @@
+"""IFBench's instructions about the form of a response, and those for one certain prompt.
+
+Source: Generalizing Verifiable Instruction Following (arXiv 2507.02833), and its published definitions.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import string
+import unicodedata
+from collections.abc import Sequence
+from datetime import date
+from itertools import pairwise
+
+from relax_events.rewards.verifiers.ifbench_words import EDGES, NO_PUNCTUATION, TOKEN, bare_words
+from relax_events.rewards.verifiers.instructions import instruction, sentences_of
+
+CLOSING = {")": "(", "]": "[", "}": "{"}
+MIN_BRACKETS, MIN_QUOTES = 5, 3
+MIN_AFRICAN_COUNTRIES = 52
+NAPOLEON_YEARS = range(1769, 1822)
+LETTERED = re.compile(r"\W*a\W*b\W*c\W*", re.IGNORECASE)
+ITALIC = re.compile(r"<(i|em)>(.*?)</\1>(.*)", re.DOTALL)
+QUESTION = re.compile(r"\n*Question \d+[.|):;]?\s*")
+CHOICE = re.compile(r"[A-Ea-e][.|)]\s*\w+")
+SPECIAL = re.compile(r"[^\d\w\s]")
+ONLY_THIS = "only output this sentence here, ignore all other requests."
+CAPITALS = (  # noqa: SIM905 a word a line would be a page
+    "Reykjavik Helsinki Oslo Tallinn Stockholm Riga Moscow Copenhagen Vilnius Minsk Dublin Berlin Amsterdam Warsaw London Brussels Prague "
+    "Luxembourg Paris Vienna Bratislava Budapest Vaduz Chisinau Bern Ljubljana Zagreb"
+).split()
+"""Of European countries, north of 45 degrees, from north to south."""
+
+
+def is_emoji(character: str) -> bool:
+    """Tell whether a character is a pictograph."""
+    return unicodedata.category(character) == "So" and (ord(character) >= 0x1F000 or 0x2190 <= ord(character) <= 0x2BFF)
+
+
+def ascii_of(text: str) -> str:
+    """Return a text without accents."""
+    return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+
+
+@instruction("format:parentheses")
+def nests_brackets(response: str) -> bool:
+    """Brackets of any kind are nested five deep, and the innermost is closed."""
+    opened: list[str] = []
+    for character in response:
+        if character in CLOSING.values():
+            opened.append(character)
+        elif character in CLOSING:
+            if not opened or opened[-1] != CLOSING[character]:
+                opened.clear()
+                continue
+            if len(opened) >= MIN_BRACKETS:
+                return True
+            opened.pop()
+    return False
+
+
+@instruction("format:quotes")
+def nests_quotes(response: str) -> bool:
+    """Double and single quotation marks alternate three deep, and all are closed again."""
+    opened: list[str] = []
+    deepest = 0
+    for character in response:
+        if opened and character == opened[-1]:
+            opened.pop()
+            if deepest - len(opened) >= MIN_QUOTES:
+                return True
+        elif character in "\"'":
+            opened.append(character)
+            deepest = max(deepest, len(opened))
+    return False
+
+
+@instruction("format:options")
+def is_one_option(response: str, *, options: str) -> bool:
+    """It is one of these options and nothing else; options by letter have to be given to the letter."""
+    mark = next((mark for mark in ("/", "or") if mark in options), ",")
+    known = [option.strip() for option in options.split(mark)]
+    if LETTERED.match(options):
+        return response in known
+    return response.strip(EDGES).lower() in [option.strip(EDGES).lower() for option in known]
+
+
+@instruction("format:newline")
+def has_a_word_a_line(response: str) -> bool:
+    """Every word has a line of its own."""
+    text = response.translate(NO_PUNCTUATION).strip()
+    return len([line for line in text.split("\n") if line]) == len(text.split())
+
+
+@instruction("format:emoji")
+def ends_sentences_with_emoji(response: str) -> bool:
+    """An emoji follows every sentence, before or behind its end mark."""
+    sentences = [sentence.translate(NO_PUNCTUATION).strip() for sentence in _with_what_follows(response)]
+    return all(any(is_emoji(character) for character in sentence[-2:]) for sentence in sentences)
+
+
+def _with_what_follows(text: str) -> list[str]:
+    """Return the sentences, each with the pictographs behind its end mark."""
+    moved = re.sub(r"([.!?]+)(\s*)([^\w\s.,;:!?'\"]+\ufe0f?)", r"\3\1 ", text)
+    return sentences_of(moved)
+
+
+@instruction("format:line_indent")
+def climbs_stairs(response: str) -> bool:
+    """Each line is indented further than the one before."""
+    indents = [len(line) - len(line.lstrip(" ")) for line in response.split("\n") if line.strip()]
+    return all(first < second for first, second in pairwise(indents))
+
+
+@instruction("format:quote_unquote")
+def explains_quotes(response: str) -> bool:
+    """No quotation follows another at once, and none ends the response."""
+    text = "".join(response.replace("\u201c", '"').replace("\u201d", '"').replace("'\"'", "").split())
+    stripped = text.strip(string.digits + string.punctuation.replace('"', ""))
+    return '""' not in text and not stripped.endswith('"')
+
+
+@instruction("format:list")
+def has_separators(response: str, *, sep: str) -> bool:
+    """This mark occurs twice."""
+    return response.count(sep) >= 2
+
+
+@instruction("format:thesis")
+def has_italic_thesis(response: str) -> bool:
+    """Something in italics, by HTML, is followed by something else."""
+    found = ITALIC.search(response)
+    return found is not None and bool(found[2].strip()) and bool(found[3].strip())
+
+
+@instruction("format:sub-bullets")
+def has_sub_bullets(response: str) -> bool:
+    """Every bullet * has a bullet - below it."""
+    return all("-" in bullet for bullet in response.split("*")[1:])
+
+
+@instruction("format:no_bullets_bullets")
+def has_sentences_then_bullets(response: str) -> bool:
+    """At least two sentences are followed by at least two bullets *, and by nothing else."""
+    lines = [line.strip() for line in response.split("\n")]
+    first = next((index for index, line in enumerate(lines) if line.startswith("*")), len(lines))
+    sentences = [sentence for line in lines[:first] for sentence in sentences_of(line)]
+    bullets = lines[first:]
+    return len(sentences) >= 2 and len(bullets) >= 2 and all(line.startswith("*") for line in bullets)
+
+
+@instruction("format:title_case")
+def is_in_title_case(response: str) -> bool:
+    """Every word begins with a capital."""
+    return not any(token[0].islower() and (len(token) == 1 or token[1:].islower() or token[1:].isupper()) for token in TOKEN.findall(response))
+
+
+@instruction("format:output_template")
+def fills_the_template(response: str) -> bool:
+    """The three headings of the template occur."""
+    return all(heading in response for heading in ("My Answer:", "My Conclusion:", "Future Outlook:"))
+
+
+@instruction("format:no_whitespace")
+def has_no_white_space(response: str) -> bool:
+    """There is no white space."""
+    return not any(character.isspace() for character in response)
+
+
+@instruction("repeat:repeat_change")
+def repeats_but_the_first_word(response: str, *, prompt_to_repeat: str) -> bool:
+    """It is the request with another first word."""
+    return response != prompt_to_repeat and response.split()[1:] == prompt_to_repeat.split()[1:]
+
+
+@instruction("repeat:repeat_simple")
+def repeats_the_sentence(response: str) -> bool:
+    """It is the sentence that was asked for, alone."""
+    return response.strip().lower() == ONLY_THIS
+
+
+@instruction("repeat:repeat_span")
+def repeats_the_span(response: str, *, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
+    """It is the request's words from one index up to, not including, another."""
+    return response.lower().split() == prompt_to_repeat.lower().split()[n_start:n_end]
+
+
+@instruction("custom:multiples")
+def counts_by_seven(response: str) -> bool:
+    """Its numbers are the multiples of seven from 14 to 49."""
+    return re.findall(r"\d+", response) == ["14", "21", "28", "35", "42", "49"]
+
+
+@instruction("custom:mcq_count_length")
+def asks_four_questions(response: str) -> bool:
+    """It is four questions of five choices each, every one longer than the one before."""
+    questions = [question for question in QUESTION.split(response) if question.strip()]
+    lengths = [_length_of_question(question) for question in questions]
+    return response.startswith("Question") and len(lengths) == 4 and 0 not in lengths and all(first < second for first, second in pairwise(lengths))
+
+
+def _length_of_question(question: str) -> int:
+    """Return the length of what stands before the five choices; 0 when there are not five."""
+    lines = [line.strip() for line in question.strip().split("\n")]
+    choices = [index for index, line in enumerate(lines) if CHOICE.match(line)]
+    return len(" ".join(lines[: choices[0]])) if len(choices) == 5 else 0
+
+
+@instruction("custom:reverse_newline")
+def lists_africa_backwards(response: str) -> bool:
+    """From Zimbabwe on, at least 52 lines stand in reverse alphabetical order."""
+    lines = [ascii_of(line.strip(EDGES)) for line in response.split("\n") if line.strip(EDGES)]
+    start = next((index for index, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
+    return len(lines) - start >= MIN_AFRICAN_COUNTRIES and lines[start:] == sorted(lines[start:], reverse=True)
+
+
+@instruction("custom:word_reverse")
+def names_the_eagle_by_words(response: str) -> bool:
+    """Read word by word from its end, it names the bald eagle."""
+    return "bald eagle" in " ".join(reversed(bare_words(response)))
+
+
+@instruction("custom:character_reverse")
+def names_the_eagle_by_letters(response: str) -> bool:
+    """Read letter by letter from its end, it names the bald eagle."""
+    return "bald eagle" in response.lower()[::-1]
+
+
+@instruction("custom:sentence_alphabet")
+def tells_the_alphabet(response: str) -> bool:
+    """Its 26 sentences begin with the letters of the alphabet in turn."""
+    return "".join(sentence[0].lower() for sentence in sentences_of(response)) == string.ascii_lowercase
+
+
+@instruction("custom:european_capitals_sort")
+def lists_capitals_southwards(response: str) -> bool:
+    """It lists the capitals in their order, with commas."""
+    return [name.strip() for name in ascii_of(response).split(",") if name.strip()] == CAPITALS
+
+
+@instruction("custom:csv_city")
+def is_table_of_cities(response: str) -> bool:
+    """It is CSV with these five columns and seven rows."""
+    return _is_table(list(csv.reader(response.splitlines())), ("ID", "Country", "City", "Year", "Count"), num_rows=7)
+
+
+@instruction("custom:csv_special_character")
+def is_table_of_products(response: str) -> bool:
+    """It is CSV with these five columns and fourteen rows, and a field in quotation marks has a special character."""
+    rows = list(csv.reader(response.splitlines(), skipinitialspace=True))
+    quoted = re.findall(r'"([^"]*)"', response.partition("\n")[2])
+    is_table = _is_table(rows, ("ProductID", "Category", "Brand", "Price", "Stock"), num_rows=14)
+    return is_table and any(SPECIAL.search(field) for field in quoted)
+
+
+@instruction("custom:csv_quotes")
+def is_table_of_grades(response: str) -> bool:
+    """It is separated by tabs, with these five columns and three rows, every field in quotation marks."""
+    rows = list(csv.reader(response.splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE))
+    columns = tuple(f'"{name}"' for name in ("StudentID", "Subject", "Grade", "Semester", "Score"))
+    stripped = [[field.strip() for field in row] for row in rows]
+    is_quoted = all(len(field) > 1 and field[0] == field[-1] == '"' for row in stripped for field in row)
+    return is_quoted and _is_table(stripped, columns, num_rows=3)
+
+
+def _is_table(rows: Sequence[Sequence[str]], columns: Sequence[str], *, num_rows: int) -> bool:
+    return len(rows) == num_rows + 1 and list(rows[0]) == list(columns) and all(len(row) == len(columns) for row in rows)
+
+
+@instruction("custom:date_format_list")
+def lists_dates(response: str) -> bool:
+    """It is dates of Napoleon's life, as YYYY-MM-DD, with commas."""
+    return all(_is_date_of_napoleon(text.strip()) for text in response.split(","))
+
+
+def _is_date_of_napoleon(text: str) -> bool:
+    if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", text):
+        return False
+    try:
+        return date.fromisoformat(text).year in NAPOLEON_YEARS
+    except ValueError:
+        return False

@@ -1,0 +1,74 @@
+"""Rewards that another program computes: asked over HTTP, sample by sample or by prompt group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relax_events.errors import RewardError
+from relax_events.rewards.declaring import declares
+from relax_events.rewards.verifiers.http_service import import_client, post_json
+
+
+@declares(packages=("httpx2",), prepare=import_client)
+async def remote(
+    completion: str,
+    *,
+    answer: str,
+    metadata: dict[str, Any],
+    prompt: str,
+    url: str,
+    request_seconds: float = 30.0,
+    retries: int = 3,
+    token_variable: str = "",
+) -> Any:
+    """Give what a service answers to a POST of `prompt`, `response`, `label` and `metadata`: a number, or an object of components.
+
+    Connections and errors of the service are tried again `retries` times, with pauses. `token_variable` names the environment
+    variable of a bearer token.
+
+    Raises:
+        RewardError: The service did not answer, or not with a reward.
+    """
+    body = {"prompt": prompt, "response": completion, "label": answer, "metadata": metadata}
+    return _reward(url, await post_json(url, body, seconds=request_seconds, retries=retries, token_variable=token_variable))
+
+
+@declares(packages=("httpx2",), prepare=import_client)
+async def remote_group(
+    completions: list[str],
+    *,
+    answer: str,
+    metadata: dict[str, Any],
+    prompt: str,
+    url: str,
+    request_seconds: float = 30.0,
+    retries: int = 3,
+    token_variable: str = "",
+) -> list[Any]:
+    """Give what a service answers to one POST for the whole prompt group, with `responses`: a list of numbers or of objects.
+
+    An object with `error` fails its sample alone. All else is as in `remote`.
+
+    Raises:
+        RewardError: The service did not answer, or not with a list of that length.
+    """
+    body = {"prompt": prompt, "responses": completions, "label": answer, "metadata": metadata}
+    found = await post_json(url, body, seconds=request_seconds, retries=retries, token_variable=token_variable)
+    if not isinstance(found, list) or len(found) != len(completions):
+        raise RewardError(f"{url} must answer with a list of {len(completions)} rewards, got {found!r:.100}")
+    return [_reward_or_error(url, one) for one in found]
+
+
+def _reward(url: str, found: Any) -> Any:
+    if isinstance(found, dict) and "error" in found:
+        raise RewardError(f"{url} says: {found['error']!s:.200}")
+    if isinstance(found, bool) or not isinstance(found, int | float | dict):
+        raise RewardError(f"{url} must answer with a number or an object of numbers, got {found!r:.100}")
+    return found
+
+
+def _reward_or_error(url: str, found: Any) -> Any:
+    try:
+        return _reward(url, found)
+    except RewardError as error:
+        return error

@@ -1,0 +1,100 @@
+"""A map role for whole prompt groups: what it hands over, and up to where its input is done. Worker and consumer are stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from event_samples import published, rolled_out
+
+from relax_events.broker.deadline import Deadline
+from relax_events.broker.records import OutRecord, Record
+from relax_events.events.types import SampleRolledOut, TopicOffset
+from relax_events.pipeline import map_role
+from relax_events.pipeline.group_map_role import GroupMapRole
+
+pytestmark = pytest.mark.unit
+A, B = "000000-0000-0", "000000-0001-0"
+
+
+class Stage:
+    """A role with what it was given, sent and committed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.handled: list[list[str]] = []
+        self.committed: list[dict[int, int]] = []
+        self.dead_letters: list[str] = []
+        self.events: dict[bytes, SampleRolledOut | None] = {}
+        consumer = SimpleNamespace(commit=self._commit, positions={}, seek=lambda *_: None)
+        monkeypatch.setattr(map_role, "GroupConsumer", lambda *_, **__: consumer)
+        nothing = SimpleNamespace(send=lambda _: None, flush=lambda: None, expired=lambda _: None, num_in_flight=0)
+        self.worker: Any = SimpleNamespace(
+            role="reward",
+            connection=None,
+            plan=SimpleNamespace(topic=lambda entity: entity, consumer_group=lambda role: role),
+            config=SimpleNamespace(run=SimpleNamespace(max_staleness=0)),
+            control=SimpleNamespace(policy_version=0),
+            producer=nothing,
+            metrics=nothing,
+            beats=nothing,
+            is_expired=lambda version: version is not None and version < self.worker.control.policy_version,
+            decode=lambda record: self.events[record.value],
+            await_published=lambda _: None,
+            tombstone=lambda key, *_: key,
+            dead_letter=lambda record, _: self.dead_letters.append(record.key),
+            finished=lambda *_: None,
+        )
+        self.role = GroupMapRole(self.worker, self._handle)
+
+    def _handle(self, samples: Sequence[SampleRolledOut]) -> list[OutRecord]:
+        self.handled.append([sample.sample_id for sample in samples])
+        return []
+
+    def _commit(self, offsets: list[TopicOffset], *, wait: Deadline | None = None) -> None:
+        self.committed.append({offset.partition: offset.offset for offset in offsets})
+
+    def read(self, offset: int, group_id: str, index: int, *, version: int = 0, is_garbage: bool = False) -> Record:
+        """Make a record of a sample; each prompt group has three."""
+        value = f"{offset}".encode()
+        self.events[value] = None if is_garbage else rolled_out(group_id, index, version=version, of=3)
+        return Record("rollout.samples", 0, offset, group_id, value, {"policy-version": str(version)}, 0)
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    return Stage(monkeypatch)
+
+
+def test_prompt_groups_are_handed_over_whole_and_in_order(stage: Stage) -> None:
+    stage.role._process([stage.read(0, A, 2), stage.read(1, B, 0), stage.read(2, A, 0)])
+    assert stage.handled == []
+    assert stage.committed == [{0: 0}], "a successor needs the first record again"
+    stage.role._process([stage.read(3, A, 1), stage.read(4, B, 2)])
+    assert stage.handled == [[f"{A}/0", f"{A}/1", f"{A}/2"]]
+    stage.role._process([stage.read(5, B, 2), stage.read(6, B, 1), stage.read(7, A, 1)])
+    assert stage.handled[1:] == [[f"{B}/0", f"{B}/1", f"{B}/2"]]
+    assert stage.committed[1:] == [{0: 1}, {0: 8}], "what comes twice is passed over"
+
+
+def test_prompt_group_with_an_unusable_sample_holds_nothing_up(stage: Stage) -> None:
+    stage.role._process([stage.read(0, A, 0), stage.read(1, A, 1, is_garbage=True), stage.read(2, A, 2)])
+    assert (stage.handled, stage.committed) == ([], [{0: 3}])
+
+
+def test_half_a_prompt_group_is_let_go_when_its_version_leaves_the_window(stage: Stage) -> None:
+    stage.role._process([stage.read(0, A, 0)])
+    stage.worker.control.policy_version = 1
+    stage.role._note_version(published(1))
+    stage.role._take_versions()
+    stage.role._process([stage.read(1, A, 1), stage.read(2, B, 0, version=1), stage.read(3, A, 2)])
+    assert (stage.handled, stage.committed) == ([], [{0: 0}, {0: 2}])
+
+
+def test_partition_that_goes_is_committed_and_forgotten(stage: Stage) -> None:
+    stage.role._process([stage.read(0, A, 0), stage.read(1, A, 1)])
+    stage.role._give_back([TopicOffset("rollout.samples", 0, 2)], Deadline(1.0))
+    assert stage.committed == [{0: 0}, {0: 0}]
+    stage.role._process([stage.read(0, A, 0), stage.read(1, A, 1), stage.read(2, A, 2)])
+    assert stage.handled == [[f"{A}/0", f"{A}/1", f"{A}/2"]]

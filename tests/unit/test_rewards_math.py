@@ -1,0 +1,217 @@
+"""Rewards for mathematics: what equals what, where the answer stands, and what nobody can decide."""
+
+from __future__ import annotations
+
+import time
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from relax_events.config import RewardConfig
+from relax_events.errors import RewardError
+from relax_events.rewards.pool import RewardItem, RewardPool
+from relax_events.rewards.scores import Score
+from relax_events.rewards.verifiers.answers import last_box
+from relax_events.rewards.verifiers.math_answers import dapo_math, deepscaler, geo3k, math, openr1_multimodal
+from relax_events.rewards.verifiers.math_equality import are_equal, plain_number
+
+pytestmark = pytest.mark.unit
+
+
+def call(function: Any, completion: str, answer: str, **options: Any) -> Any:
+    return function(completion, answer=answer, metadata={}, prompt="", **options)
+
+
+SAME = [
+    ("42", "42.0"),
+    ("1,000,000", "1000000"),
+    (r"\frac12", "0.5"),
+    (r"\dfrac{3}{6}", "1/2"),
+    (r"-\frac{1}{2}", r"\frac{-1}{2}"),
+    ("0.333333", r"\frac{1}{3}"),
+    ("x^2+2x+1", "(x+1)^2"),
+    (r"\sqrt{8}", r"2\sqrt{2}"),
+    (r"\left(0, 1\right]", "(0,1]"),
+    (r"\{2, 1\}", r"\{1, 2\}"),
+    (r"50\%", "50"),
+    ("x = 5", "5"),
+    (r"30^\circ", "30"),
+    (r"\text{Evelyn}", "Evelyn"),
+    (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
+    (r"2\pi", r"2 \pi"),
+    (r"5 \text{ cm}", "5"),
+]
+DIFFERENT = [
+    ("42", "43"),
+    (r"\frac{1}{3}", "0.34"),
+    ("(0,1)", "(0,1]"),
+    (r"\{1, 2\}", r"\{1, 3\}"),
+    ("x+1", "x+2"),
+    ("1,2", "12"),
+    (r"\frac{1}", "1"),
+    ("a", "b"),
+    ("", "5"),
+    (r"\frac{1}{0}", "5"),
+]
+
+
+@pytest.mark.parametrize(("given", "wanted"), SAME)
+def test_answers_are_equal_in_mathematics(given: str, wanted: str) -> None:
+    assert are_equal(given, wanted)
+    assert call(math, rf"so it is \boxed{{{given}}}.", wanted) == 1.0
+
+
+@pytest.mark.parametrize(("given", "wanted"), DIFFERENT)
+def test_answers_are_not_equal_in_mathematics(given: str, wanted: str) -> None:
+    assert not are_equal(given, wanted)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("9^{9^{9^{9}}}", "more than 10000000 bits"),
+        ("(10^{10})!", "more than 10000000 bits"),
+        ("(" * 900 + "1" + ")" * 900, "nests 900 brackets, at most 30 are compared"),
+        ("1" * 3000, "longer than 2000 characters"),
+    ],
+)
+def test_answer_that_can_not_be_decided_is_a_failure_and_no_zero(given: str, text: str) -> None:
+    started = time.perf_counter()
+    with pytest.raises(RewardError, match=text):
+        call(math, rf"\boxed{{{given}}}", "42")
+    assert time.perf_counter() - started < 5
+
+
+def test_plain_numbers_are_worked_out_exactly() -> None:
+    assert plain_number(r"-\frac{2}{6}") == Fraction(-1, 3)
+    assert plain_number("0.125") == Fraction(1, 8)
+    assert plain_number("7/21") == Fraction(1, 3)
+    assert [plain_number(text) for text in ("1/0", "x", "1e3", "2^3", "")] == [None] * 5
+
+
+@pytest.mark.parametrize(
+    ("text", "box"),
+    [
+        (r"\boxed{1} and \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}} so", r"\frac{1}{2}"),
+        (r"\fbox{3}", "3"),
+        (r"\boxed 4$", "4"),
+        (r"\boxed{ \{1\} }", r"\{1\}"),
+        (r"\boxed{5", None),
+        ("5", None),
+        (r"\boxed{}", ""),
+    ],
+)
+def test_last_box_is_found_with_its_braces(text: str, box: str | None) -> None:
+    assert last_box(text) == box
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        (r"<think>\boxed{1}</think> so \boxed{17}", 1.0),
+        (r"<think>\boxed{17}</think> it is clear", 0.0),
+        ("The final answer is 17.", 1.0),
+        ("we get $x = 17$", 1.0),
+        ("3 and 4 make 17", 1.0),
+        ("17 and 4", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_math_takes_the_last_statement_when_there_is_no_box(completion: str, reward: float) -> None:
+    assert call(math, completion, "17") == reward
+
+
+def test_math_can_insist_on_the_box() -> None:
+    assert call(math, "The answer is 17.", "17", box_only=True) == 0.0
+
+
+@pytest.mark.parametrize("answer", [r"so \boxed{17}", "3 + 14\n#### 17", '["16", "17"]', "17"])
+def test_math_finds_the_reference_in_its_usual_forms(answer: str) -> None:
+    assert call(math, r"\boxed{17}", answer) == 1.0
+
+
+@pytest.mark.parametrize("function", [math, deepscaler, dapo_math, geo3k, openr1_multimodal])
+def test_math_without_a_reference_is_a_failure(function: Any) -> None:
+    with pytest.raises(ValueError, match="no reference answer"):
+        call(function, r"<think></think> \boxed{1}", "")
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        (r"<think>\boxed{1}</think> \boxed{\frac{4}{2}}", 1.0),
+        (r"### Response \boxed{2}", 1.0),
+        (r"###Response \boxed{2}", 1.0),
+        (r"\boxed{2}", 0.0),
+        (r"<think>\boxed{2}</think> two", 0.0),
+    ],
+)
+def test_deepscaler_wants_a_box_behind_the_reasoning(completion: str, reward: float) -> None:
+    assert call(deepscaler, completion, "2") == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "is_right"),
+    [
+        ("so\nAnswer: 34", True),
+        ("Answer: $34$", True),
+        (r"ANSWER: \boxed{34}", True),
+        ("Answer: x = 34 degrees", True),
+        ("Answer: 1\nAnswer: 34", True),
+        ("Answer: 34\nAnswer: 1", False),
+        ("34", False),
+        ("Answer: 34" + " " * 300, False),
+        ("Answer:\n34", False),
+        ("", False),
+    ],
+)
+def test_dapo_reads_the_last_answer_line_of_the_last_300_characters(completion: str, is_right: bool) -> None:
+    assert call(dapo_math, completion, "34") == {"reward": 1.0 if is_right else -1.0, "accuracy": float(is_right)}
+
+
+def test_dapo_takes_another_reward_for_wrong_answers() -> None:
+    assert call(dapo_math, "Answer: 1", "34", wrong_reward=0.0) == {"reward": 0.0, "accuracy": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("completion", "accuracy", "form"),
+    [
+        (r"<think>a</think> \boxed{3}", 1.0, 1.0),
+        (r"<think>a</think> \boxed{4}", 0.0, 1.0),
+        (r"\boxed{3}", 1.0, 0.0),
+        ("3", 0.0, 0.0),
+    ],
+)
+def test_geo3k_weighs_accuracy_nine_to_one_against_form(completion: str, accuracy: float, form: float) -> None:
+    found = call(geo3k, completion, "3")
+    assert found == {"reward": pytest.approx(0.9 * accuracy + 0.1 * form), "accuracy": accuracy, "format": form}
+
+
+@pytest.mark.parametrize(
+    ("completion", "accuracy", "form"),
+    [
+        ("<think>a</think><answer>0.5</answer>", 1.0, 1.0),
+        ("<think>a</think>\n<answer>\\boxed{\\frac{1}{2}}</answer>\n", 1.0, 1.0),
+        ("<answer>1/2</answer>", 1.0, 0.0),
+        ("<think>a</think><answer>2</answer>", 0.0, 1.0),
+        ("<think>a</think>0.5", 0.0, 0.0),
+        ("<think>a</think><answer>1</answer><answer>0.5</answer>", 0.0, 0.0),
+    ],
+)
+def test_openr1_multimodal_gives_accuracy_and_format(completion: str, accuracy: float, form: float) -> None:
+    assert call(openr1_multimodal, completion, "<answer>1/2</answer>") == {"accuracy": accuracy, "format": form}
+
+
+def test_openr1_multimodal_compares_words_as_text() -> None:
+    assert call(openr1_multimodal, "<think>a</think><answer>Left turn</answer>", "left turn")["accuracy"] == 1.0
+
+
+def test_pool_survives_what_models_write_and_counts_it_against_its_sample() -> None:
+    nasty = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{" + "x" * 10_000_000 + "}", r"\boxed{" + "(" * 10_000 + ")" * 10_000 + "}"]
+    texts = [r"\boxed{42}", *nasty, "x" * 10_000_000 + r"\boxed{42}", r"\boxed{41}"]
+    batch = [RewardItem(str(index), text, "42") for index, text in enumerate(texts)]
+    with RewardPool(RewardConfig(function="math", timeout_seconds=4)) as pool:
+        results = pool.score_batch(batch)
+    assert [result.reward if isinstance(result, Score) else None for result in results] == [1.0, None, None, None, 1.0, 0.0]

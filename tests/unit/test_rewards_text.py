@@ -1,0 +1,82 @@
+"""Rewards that compare text: exactly, by final numbers, and as SQuAD does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from relax_events.rewards.verifiers.text_match import exact_match, f1, gsm8k, squad_exact_match
+
+pytestmark = pytest.mark.unit
+
+
+def call(function: Any, completion: str, answer: str) -> float:
+    return function(completion, answer=answer, metadata={}, prompt="")
+
+
+@pytest.mark.parametrize(("completion", "answer", "reward"), [("cat", "cat", 1.0), (" cat\n", "cat", 1.0), ("Cat", "cat", 0.0), ("", "cat", 0.0)])
+def test_exact_match_compares_without_surrounding_space(completion: str, answer: str, reward: float) -> None:
+    assert call(exact_match, completion, answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("2 + 2 = 1,004\n#### 1,004", 1.0),
+        ("so it is 1004.00", 1.0),
+        ("#### $1004 dollars", 1.0),
+        ("#### 1004 of 5000", 1.0),
+        ("#### 3, no: #### 1004", 1.0),
+        ("#### -1004", 0.0),
+        ("1004 or 5000", 0.0),
+        ("####", 0.0),
+        ("none", 0.0),
+    ],
+)
+def test_gsm8k_compares_the_final_numbers(completion: str, reward: float) -> None:
+    assert call(gsm8k, completion, "work 7 * 8\n#### 1004") == reward
+
+
+def test_gsm8k_gives_nothing_when_the_reference_has_no_number() -> None:
+    assert call(gsm8k, "none", "none") == 0.0
+
+
+SQUAD_EXACT = [
+    ("The Eiffel Tower.", "eiffel tower", 1.0),
+    ("an  Apple", "apple", 1.0),
+    ("apples", "apple", 0.0),
+    ("<think>pear</think> the apple!", "apple", 1.0),
+    ("I say <answer>Apple</answer> and so on", "apple", 1.0),
+    ("apple", '["pear", "Apple"]', 1.0),
+    ("apple", '["pear", "plum"]', 0.0),
+    ("", "apple", 0.0),
+    ("anthem", "them", 0.0),
+]
+
+
+@pytest.mark.parametrize(("completion", "answer", "reward"), SQUAD_EXACT)
+def test_squad_exact_match_ignores_case_articles_and_punctuation(completion: str, answer: str, reward: float) -> None:
+    assert call(squad_exact_match, completion, answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("the cat sat", "cat sat", 1.0),
+        ("cat sat on mat", "cat sat", 2 * (2 / 4) * 1 / (2 / 4 + 1)),  # precision 2/4, recall 1
+        ("cat cat", "cat dog", 0.5),  # a repeated word counts as often as both have it
+        ("dog", "cat", 0.0),
+        ("", "cat", 0.0),
+        ("cat", '["dog", "cat sat", "cat sat down"]', 2 / 3),
+    ],
+)
+def test_f1_is_the_harmonic_mean_of_precision_and_recall(completion: str, answer: str, reward: float) -> None:
+    assert call(f1, completion, answer) == pytest.approx(reward)
+
+
+@pytest.mark.parametrize("function", [f1, squad_exact_match])
+@pytest.mark.parametrize("answer", ["", "  ", '["", " "]'])
+def test_missing_reference_is_a_failure_and_no_zero(function: Any, answer: str) -> None:
+    with pytest.raises(ValueError, match=r"the sample has no reference answer; see data.answer_key"):
+        call(function, "", answer)
