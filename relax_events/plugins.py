@@ -1,6 +1,6 @@
-"""Roles, engines and trainer backends are entry points, so that nothing here knows them all and anyone can add one.
+"""Roles, engines, trainer backends and algorithms are entry points, so that nothing here knows them all and anyone can add one.
 
-An engine or a backend of one's own needs no package: `path/to/file.py:Class` names it as well.
+One's own needs no package: `path/to/file.py:Name` names it as well.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from relax_events.errors import ConfigError
 ROLES = "relax_events.roles"
 ENGINES = "relax_events.engines"
 TRAINER_BACKENDS = "relax_events.trainer_backends"
+ALGORITHMS = "relax_events.algorithms"
 
 
 @dataclass(frozen=True, slots=True)
 class FilePlugin:
-    """A class or function in a Python file, not loaded yet."""
+    """A class or function in a Python file, or an object of the kind that it accepts, not loaded yet."""
 
     path: Path
     attribute: str
     what: str
+    accepts: type[Any] | None = None
 
     def load(self) -> Any:
         """Run the file and return what it defines under the name.
@@ -37,19 +39,28 @@ class FilePlugin:
         """
         module = load_file(self.path, what=self.what)
         found = getattr(module, self.attribute, None)
-        if not callable(found):
-            defined = [name for name, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__]
-            raise ConfigError(f"{self.what}: {self.path} has no class {self.attribute!r}, only {', '.join(defined) or 'none'}")
+        if not self._is_wanted(found):
+            kind = self.accepts.__name__ if self.accepts else "class"
+            raise ConfigError(f"{self.what}: {self.path} has no {kind} {self.attribute!r}, only {', '.join(self._defined(module)) or 'none'}")
         return found
 
+    def _is_wanted(self, found: Any) -> bool:
+        return isinstance(found, self.accepts) if self.accepts else callable(found)
 
-def find_plugin(group: str, name: str, *, what: str) -> EntryPoint | FilePlugin:
+    def _defined(self, module: ModuleType) -> list[str]:
+        if self.accepts:
+            return [name for name, value in vars(module).items() if isinstance(value, self.accepts)]
+        return [name for name, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__]
+
+
+def find_plugin(group: str, name: str, *, what: str, accepts: type[Any] | None = None) -> EntryPoint | FilePlugin:
     """Return an installed entry point, or the plugin of a file given as `path/to/file.py:Class`; neither is loaded yet.
 
     Args:
         group: One of the groups above.
         name: Of the plugin.
         what: How the error calls it, for example `engine.name = 'vroom'`.
+        accepts: What a file must hold under the name: an object of this class; a class or function where there is none.
     Raises:
         ConfigError: None of that name is installed; the text lists those that are. Or there is no such file.
     """
@@ -57,7 +68,7 @@ def find_plugin(group: str, name: str, *, what: str) -> EntryPoint | FilePlugin:
     if path.endswith(".py") and attribute:
         if not Path(path).is_file():
             raise ConfigError(f"{what}: file {path} does not exist; give path/to/file.py:Class, or the name of an installed one")
-        return FilePlugin(Path(path), attribute, what)
+        return FilePlugin(Path(path), attribute, what, accepts)
     installed = {entry.name: entry for entry in entry_points(group=group)}
     if name not in installed:
         raise ConfigError(f"{what} is not installed; installed are {', '.join(sorted(installed))}")

@@ -99,21 +99,21 @@ def placed(rewards: list[float], **changes: Any) -> list[PlacedSample]:
 
 def test_rejudging_normalises_recorded_rewards_in_its_own_way() -> None:
     samples = placed([0.0, 1.0, 0.5, 0.5])
-    plain = Rejudging(AlgorithmConfig(normalise_std=False))(samples[::-1])
+    plain = Rejudging(AlgorithmConfig(normalise_std=False), max_new_tokens=8)(samples[::-1])
     assert [item.offset for item in plain] == [3, 2, 1, 0]
     assert [item.sample.advantages.tolist() for item in plain] == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0.5, 0.5], [0, 0, -0.5, -0.5]]
-    scaled = Rejudging(AlgorithmConfig())(samples)
+    scaled = Rejudging(AlgorithmConfig(), max_new_tokens=8)(samples)
     deviation = np.std([0, 1, 0.5, 0.5], ddof=1)
     assert scaled[1].sample.advantages[-1] == pytest.approx(0.5 / deviation, rel=1e-5)
 
 
 def test_rejudging_takes_the_rewards_of_a_rescoring() -> None:
     rewards = {f"{GROUP}/0": 3.0, f"{GROUP}/1": 1.0}
-    judged = Rejudging(AlgorithmConfig(normalise_std=False), rewards=rewards, scores="strict")(placed([0.0, 1.0]))
+    judged = Rejudging(AlgorithmConfig(normalise_std=False), max_new_tokens=8, rewards=rewards, scores="strict")(placed([0.0, 1.0]))
     assert [item.sample.reward for item in judged] == [3.0, 1.0]
     assert [float(item.sample.advantages[-1]) for item in judged] == [1.0, -1.0]
     with pytest.raises(ConfigError, match=rf"sample {GROUP}/1 has no reward under source.scores = 'strict'; finish the rescoring"):
-        Rejudging(AlgorithmConfig(), rewards={f"{GROUP}/0": 3.0}, scores="strict")(placed([0.0, 1.0]))
+        Rejudging(AlgorithmConfig(), max_new_tokens=8, rewards={f"{GROUP}/0": 3.0}, scores="strict")(placed([0.0, 1.0]))
 
 
 def test_advantages_are_needed_when_another_algorithm_would_compute_others() -> None:
@@ -127,6 +127,8 @@ def test_first_difference_is_told_and_times_do_not_count() -> None:
     step = committed(3, sample_ids=["a", "b"], figures={"loss": 0.5, "reward_mean": 1.0}, phase_seconds={"wait": 1.0}, committed_at=1)
     assert first_difference(step, dataclasses.replace(step, phase_seconds={"wait": 2.0}, committed_at=2)) == ""
     assert first_difference(step, dataclasses.replace(step, figures={"loss": 0.25, "reward_mean": 1.0})) == "loss was 0.5, is 0.25"
+    assert first_difference(step, dataclasses.replace(step, figures={"loss": 0.5, "reward_mean": 1.0, "masked_fraction": 0.0})) == ""
+    assert first_difference(step, dataclasses.replace(step, figures={"loss": 0.5})) == "reward_mean was 1.0, is None"
     assert first_difference(step, dataclasses.replace(step, sample_ids=["b", "a"])) == "other samples, or in another order"
     assert first_difference(step, dataclasses.replace(step, weights_digest=bytes([1] * 32))).startswith("weights digest was 0000")
 

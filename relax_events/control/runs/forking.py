@@ -40,8 +40,8 @@ class SourceChoice:
 def make_run_file(cluster: Cluster, connection: Connection, run_id: str, choice: SourceChoice, overrides: Sequence[str]) -> RunConfig:
     """Write the run file of a new run into its directory, and return what it says.
 
-    It holds the source's settings with the overrides on top. Called again for the same run it gives the same file, so that an
-    interrupted run is taken up.
+    It holds the source's settings with the overrides on top; another algorithm begins with its own. Called again for the same run it gives
+    the same file, so that an interrupted run is taken up.
 
     Args:
         cluster: Where both runs are.
@@ -62,12 +62,19 @@ def make_run_file(cluster: Cluster, connection: Connection, run_id: str, choice:
     tree["objects"]["uri"] = f"{tree['objects']['uri'].rstrip('/')}-{run_id}" if tree["objects"]["uri"] else ""
     tree["telemetry"]["metrics_port"] = 0
     tree["source"] = _source_section(source, choice)
+    if _is_other_algorithm(tree["algorithm"]["name"], overrides):
+        tree["algorithm"] = {}  # it comes with settings of its own
     path = cluster.directory / "runs" / run_id / RUN_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     _write(path, tree)
     config = load_run_config(path, overrides)
     _write(path, config.model_dump(mode="json"))
     return config
+
+
+def _is_other_algorithm(name: str, overrides: Iterable[str]) -> bool:
+    wanted = [value.strip().strip("\"'") for key, _, value in (override.partition("=") for override in overrides) if key.strip() == "algorithm.name"]
+    return bool(wanted) and wanted[-1] != name
 
 
 def _write(path: Path, tree: dict[str, Any]) -> None:

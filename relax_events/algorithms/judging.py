@@ -1,0 +1,107 @@
+"""From what is known of a prompt group to the advantage of each of its tokens: shaping, KL in the reward, then the algorithm's own way.
+
+Used where samples are judged: in the advantage role, and where a replay judges recorded ones anew. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float64
+from numpy.typing import NDArray
+
+from relax_events.algorithms.advantages import GroupRewards
+from relax_events.config import AlgorithmConfig
+from relax_events.config.algorithm_spec import resolve
+from relax_events.errors import ConfigError, RewardError
+
+MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardedSample:
+    """What an advantage is computed from. The log-probabilities are needed where the reward is lessened by a KL estimate."""
+
+    sample_id: str
+    reward: float
+    loss_mask: NDArray[np.generic]
+    components: Mapping[str, float]
+    policy_logprobs: NDArray[np.generic] | None = None
+    ref_logprobs: NDArray[np.generic] | None = None
+
+
+def token_advantages(
+    samples: Sequence[RewardedSample], *, algorithm: AlgorithmConfig, max_new_tokens: int
+) -> list[NDArray[np.float32]]:
+    """Give the advantage of each token of a prompt group's samples, 0 where the loss mask is.
+
+    Args:
+        samples: All of the prompt group, by index.
+        algorithm: Says how.
+        max_new_tokens: Longest possible completion, for the penalty on overlong ones.
+    Returns:
+        One array for each sample, as long as its tokens.
+    Raises:
+        RewardError: The rewards are not what the algorithm needs; the text says what is missing.
+        ConfigError: An algorithm of one's own gave something else than a finite number for each sample.
+    """
+    spec, masks = algorithm.spec, [sample.loss_mask.astype(bool) for sample in samples]
+    rewards = np.array([sample.reward for sample in samples], np.float64)
+    lengths = np.array([mask.sum() for mask in masks], np.float64)
+    rewards -= overlong_penalties(lengths, max_new_tokens=max_new_tokens, ratio=algorithm.overlong_ratio, penalty=algorithm.overlong_penalty)
+    penalties = [_kl_penalties(sample, mask, algorithm) for sample, mask in zip(samples, masks, strict=True)] if algorithm.has_reward_kl else []
+    if spec.reward_kl == "sequence":
+        rewards -= np.array([penalty.sum() for penalty in penalties] or 0.0)
+        penalties = []
+    given = resolve(spec.advantage)(GroupRewards(rewards, _components(samples)), **algorithm.keywords(spec.advantage_settings))
+    scalars = _checked(given, num_samples=len(samples), name=spec.name)
+    advantages = [mask.astype(np.float32) * np.float32(scalar) for mask, scalar in zip(masks, scalars, strict=True)]
+    for index, penalty in enumerate(penalties):
+        returns = scalars[index] - np.cumsum(penalty[::-1])[::-1]
+        advantages[index] = np.where(masks[index], returns, 0.0).astype(np.float32)
+    return advantages
+
+
+def overlong_penalties(
+    lengths: Float64[np.ndarray, " samples"], *, max_new_tokens: int, ratio: float, penalty: float
+) -> Float64[np.ndarray, " samples"]:
+    """Give what overlong completions lose: nothing up to the last `ratio` of the length, then linearly up to `penalty` at its end.
+
+    Args:
+        lengths: Tokens that the policy chose.
+        max_new_tokens: At this length the penalty is whole.
+        ratio: Of `max_new_tokens`, over which the penalty grows; 0 for none.
+        penalty: In the unit of the reward.
+    Source: DAPO (arXiv 2503.14476), equation 13, where ratio is L_cache / L_max and penalty is 1.
+    """
+    if not ratio:
+        return np.zeros_like(lengths)
+    return penalty * np.clip((lengths - (1 - ratio) * max_new_tokens) / (ratio * max_new_tokens), 0, 1)
+
+
+def _kl_penalties(sample: RewardedSample, mask: NDArray[np.bool_], algorithm: AlgorithmConfig) -> Float64[np.ndarray, " tokens"]:
+    """Give kl_coefficient times the estimate of KL(policy || reference) at each loss token, from the policy that is the old one."""
+    if sample.policy_logprobs is None or sample.ref_logprobs is None:
+        raise RewardError(f"sample {sample.sample_id} lacks the log-probabilities for the KL in its reward; is the role that computes them running?")
+    difference = np.where(mask, sample.policy_logprobs.astype(np.float64) - sample.ref_logprobs.astype(np.float64), 0.0)
+    k3 = np.exp(np.minimum(-difference, MAX_LOG_RATIO)) - 1 + difference
+    estimates = {"k1": difference, "k2": difference**2 / 2, "k3": k3, "low_variance": np.clip(k3, -10, 10)}
+    return algorithm.kl_coefficient * estimates[algorithm.kl_estimator]
+
+
+def _components(samples: Sequence[RewardedSample]) -> dict[str, Float64[np.ndarray, " samples"]]:
+    names = samples[0].components.keys()
+    for sample in samples:
+        if sample.components.keys() != names:
+            found = ", ".join(sorted(sample.components)) or "none"
+            raise RewardError(f"sample {sample.sample_id} has the reward components {found}, another of its prompt has {', '.join(sorted(names)) or 'none'}")
+    return {name: np.array([sample.components[name] for sample in samples], np.float64) for name in names}
+
+
+def _checked(given: object, *, num_samples: int, name: str) -> Float64[np.ndarray, " samples"]:
+    values = np.asarray(given, np.float64)
+    if values.shape != (num_samples,) or not np.isfinite(values).all():
+        raise ConfigError(f"algorithm {name}: its advantage must give {num_samples} finite numbers, one for each sample, got {values.tolist()!r:.200}")
+    return values
