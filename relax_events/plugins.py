@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import sys
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -69,10 +70,16 @@ def find_plugin(group: str, name: str, *, what: str, accepts: type[Any] | None =
         if not Path(path).is_file():
             raise ConfigError(f"{what}: file {path} does not exist; give path/to/file.py:Class, or the name of an installed one")
         return FilePlugin(Path(path), attribute, what, accepts)
-    installed = {entry.name: entry for entry in entry_points(group=group)}
-    if name not in installed:
-        raise ConfigError(f"{what} is not installed; installed are {', '.join(sorted(installed))}")
-    return installed[name]
+    offered = installed(group)
+    if name not in offered:
+        raise ConfigError(f"{what} is not installed; installed are {', '.join(sorted(offered))}")
+    return offered[name]
+
+
+@cache
+def installed(group: str) -> dict[str, EntryPoint]:
+    """Return what is installed in a group, by name. Looked up once in a process: it reads a file of every package that there is."""
+    return {entry.name: entry for entry in entry_points(group=group)}
 
 
 def load_file(path: Path, *, what: str) -> ModuleType:

@@ -191,9 +191,7 @@ class AdvantageLoop:
             media=[part.media for message in sample.messages for part in message.parts if part.media is not None],
             routed_experts=sample.routed_experts,
         )
-        return self._worker.sample_record(
-            "advantage.samples", ready, prompt_group_id=sample.prompt_group_id, policy_version=sample.policy_version
-        )
+        return self._worker.sample_record("advantage.samples", ready, prompt_group_id=sample.prompt_group_id, policy_version=sample.policy_version)
 
     def _end(self, group: JoinedGroup, outcome: Outcome, reason: str, *, mean_reward: float | None = None) -> None:
         self._worker.producer.send(

@@ -47,7 +47,7 @@ def group_advantages(
 def _normalised(
     values: Float64[np.ndarray, "prompt_groups samples"], *, normalise_std: bool, eps: float = 1e-6
 ) -> Float64[np.ndarray, "prompt_groups samples"]:
-    centred = values - values.mean(axis=1, keepdims=True)
+    centred: Float64[np.ndarray, "prompt_groups samples"] = values - values.mean(axis=1, keepdims=True)
     centred[(values == values[:, :1]).all(axis=1)] = 0.0
     if normalise_std and values.shape[1] > 1:
         centred /= values.std(axis=1, ddof=1, keepdims=True) + eps
@@ -56,21 +56,22 @@ def _normalised(
 
 def centred_and_scaled(rewards: GroupRewards, *, normalise_std: bool) -> Float64[np.ndarray, " samples"]:
     """Centre a prompt group's rewards, and divide them by their standard deviation if wanted; see `group_advantages`."""
-    return _normalised(rewards.total[None], normalise_std=normalise_std)[0]
+    advantages: Float64[np.ndarray, " samples"] = _normalised(rewards.total[None], normalise_std=normalise_std)[0]
+    return advantages
 
 
 def centred(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
     """Take the prompt group's mean off each reward (REINFORCE++ with baseline).
 
-    Source: REINFORCE++ (arXiv 2501.03262), section 3.
+    Source: REINFORCE++ (arXiv 2501.03262).
     """
-    return _normalised(rewards.total[None], normalise_std=False)[0]
+    return centred_and_scaled(rewards, normalise_std=False)
 
 
 def as_rewarded(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
     """Give the rewards as they are (REINFORCE++): the baseline is the step's mean.
 
-    Source: REINFORCE++ (arXiv 2501.03262), section 3.
+    Source: REINFORCE++ (arXiv 2501.03262).
     """
     return rewards.total.copy()
 
@@ -80,7 +81,7 @@ def leave_one_out(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
 
     Raises:
         RewardError: The sample has no others.
-    Source: Back to basics (arXiv 2402.14740), equation 9.
+    Source: RLOO: Back to basics (arXiv 2402.14740).
     """
     num_samples = len(rewards.total)
     if num_samples < 2:
@@ -97,7 +98,7 @@ def decoupled(rewards: GroupRewards, *, normalise_std: bool, reward_weights: Map
         reward_weights: By component; empty for all that there are, with weight 1.
     Raises:
         RewardError: There are no components, or not one that has a weight.
-    Source: GDPO (arXiv 2601.05242), equations 4 and 5; the normalisation over the step, equation 6, is the trainer's.
+    Source: GDPO (arXiv 2601.05242), section 3; its normalisation over the step is the trainer's.
     """
     if not rewards.components:
         raise RewardError("there are no reward components to normalise apart; return a dict of them, or take another algorithm")
@@ -106,4 +107,5 @@ def decoupled(rewards: GroupRewards, *, normalise_std: bool, reward_weights: Map
         there = ", ".join(sorted(rewards.components))
         raise RewardError(f"algorithm.reward_weights names {missing[0]!r}, which is no component of the reward; there are {there}")
     rows = np.stack([rewards.components[name] for name in weights])
-    return np.array(list(weights.values())) @ _normalised(rows, normalise_std=normalise_std)
+    advantages: Float64[np.ndarray, " samples"] = np.array(list(weights.values())) @ _normalised(rows, normalise_std=normalise_std)
+    return advantages

@@ -31,7 +31,7 @@ DAPO = AlgorithmSpec(
     summary="GRPO with a higher upper clip, token mean, no prompt groups of equal rewards, and a soft penalty on overlong completions.",
     formula=f"R' = R - overlong_penalty * clip((|y| - (1 - overlong_ratio) Lmax) / (overlong_ratio Lmax), 0, 1),  Lmax = max_new_tokens\n"
     f"{GROUP_ADVANTAGE}, of R'\n{CLIPPED}\nL = mean over the step's tokens",
-    source="DAPO (arXiv 2503.14476), equations 8 to 13. Dynamic sampling looks at the rewards before the penalty.",
+    source="DAPO (arXiv 2503.14476), sections 3.1 to 3.4, penalty: equation 13. Dynamic sampling looks at the rewards before the penalty.",
     **WITHIN_GROUP,
     policy_loss=f"{LOSSES}:clipped",
     loss_settings=CLIP,
@@ -50,7 +50,7 @@ DR_GRPO = AlgorithmSpec(
     name="dr_grpo",
     summary="GRPO without its biases: rewards are centred only, and a sample's loss is divided by a constant, not by its length.",
     formula=f"A = R - mean(R) within the prompt group\n{CLIPPED}\nL = mean over samples of (sum over tokens of loss_t) / length_normaliser",
-    source="Understanding R1-Zero-like training (arXiv 2503.20783), section 3.2 and appendix A.",
+    source="Dr. GRPO: Understanding R1-Zero-like training (arXiv 2503.20783), section 3.",
     **WITHIN_GROUP,
     policy_loss=f"{LOSSES}:clipped",
     loss_settings=CLIP,
@@ -74,7 +74,7 @@ GSPO_TOKEN = AlgorithmSpec(
     summary="GSPO's ratio with the gradient of each token for itself, so that advantages may differ within a sample.",
     formula=f"{GROUP_ADVANTAGE}\ns_t = sg(s) exp(lp_t) / sg(exp(lp_t)),  s as in gspo, sg stops the gradient\n"
     "loss_t = max(-s_t A_t, -clip(s_t, 1 - clip_low, 1 + clip_high) A_t)\nL = mean over samples of the mean over tokens",
-    source="GSPO (arXiv 2507.18071), equations 13 and 14.",
+    source="GSPO (arXiv 2507.18071), section 4.3.",
     **WITHIN_GROUP,
     policy_loss=f"{LOSSES}:clipped_sequence_by_token",
     loss_settings=CLIP,
@@ -86,7 +86,7 @@ SAPO = AlgorithmSpec(
     summary="A soft gate in place of clipping: a token's gradient fades as its ratio leaves 1, faster where the advantage is negative.",
     formula=f"{GROUP_ADVANTAGE}\nloss_t = -(4 / tau) sigmoid(tau (r_t - 1)) A,  r_t = exp(lp_t - lo_t)\n"
     "tau = gate_positive where A > 0, else gate_negative\nL = mean over samples of the mean over tokens",
-    source="SAPO (arXiv 2511.20347), equations 5 to 7. Counted as clipped are tokens whose gate passes less than half.",
+    source="SAPO (arXiv 2511.20347), section 3. Counted as clipped are tokens whose gate passes less than half.",
     **WITHIN_GROUP,
     policy_loss=f"{LOSSES}:soft_gated",
     loss_settings=("gate_positive", "gate_negative"),
@@ -111,7 +111,7 @@ RLOO = AlgorithmSpec(
     name="rloo",
     summary="REINFORCE with the mean reward of the prompt group's other samples as baseline.",
     formula="A_i = R_i - mean over j != i of R_j\nloss_t = -A lp_t\nL = mean over samples of (sum over tokens of loss_t) / length_normaliser",
-    source="Back to basics (arXiv 2402.14740), equation 9, divided by a constant; KL in the reward: its equation 2.",
+    source="Back to basics (arXiv 2402.14740), the RLOO estimator, divided by a constant; the KL is in its reward, too.",
     advantage=f"{ADVANTAGES}:leave_one_out",
     policy_loss=f"{LOSSES}:plain_gradient",
     settings={"aggregation": "constant_length", "kl_placement": "reward", "kl_estimator": "k1"},
@@ -123,7 +123,7 @@ REINFORCE_PLUS_PLUS = AlgorithmSpec(
     summary="Rewards as they are, less the KL of the tokens to come, normalised over the whole step; PPO's clipped ratio.",
     formula="G_t = R - kl_coefficient * sum over u >= t of KL_u\nA_t = (G_t - mean) / (std + 1e-8) over all tokens of the step\n"
     f"{CLIPPED}, with A_t\nL = mean over the step's tokens",
-    source="REINFORCE++ (arXiv 2501.03262), section 3, for any number of samples of a prompt.",
+    source="REINFORCE++ (arXiv 2501.03262), for any number of samples of a prompt.",
     advantage=f"{ADVANTAGES}:as_rewarded",
     policy_loss=f"{LOSSES}:clipped",
     loss_settings=CLIP,
@@ -143,7 +143,7 @@ REINFORCE_PLUS_PLUS_BASELINE = AlgorithmSpec(
     summary="Rewards centred in the prompt group, then normalised over the whole step; PPO's clipped ratio.",
     formula="A = R - mean(R) within the prompt group\nA' = (A - mean) / (std + 1e-8) over all tokens of the step\n"
     f"{CLIPPED}, with A'\nL = mean over the step's tokens",
-    source="REINFORCE++ (arXiv 2501.03262), section 3, the variant with baseline; its KL is a k2 term of the loss.",
+    source="REINFORCE++ (arXiv 2501.03262), the variant with baseline; its KL is a k2 term of the loss.",
     advantage=f"{ADVANTAGES}:centred",
     policy_loss=f"{LOSSES}:clipped",
     loss_settings=CLIP,
@@ -156,7 +156,7 @@ GDPO = AlgorithmSpec(
     formula="A_k = (R_k - mean(R_k)) / (std(R_k) + 1e-6) within the prompt group, for each component k\n"
     f"A = sum over k of reward_weights_k A_k\nA' = (A - mean) / (std + 1e-8) over all samples of the step\n{CLIPPED}, with A'\n"
     "L = mean over the step's tokens",
-    source="GDPO (arXiv 2601.05242), equations 4 to 7.",
+    source="GDPO (arXiv 2601.05242), section 3.",
     advantage=f"{ADVANTAGES}:decoupled",
     advantage_settings=("normalise_std", "reward_weights"),
     policy_loss=f"{LOSSES}:clipped",

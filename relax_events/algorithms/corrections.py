@@ -46,9 +46,9 @@ def correction_weights(
         level: Whether w is a token's, the product over the sample's tokens, or their geometric mean.
         low: Lower end of the range.
         high: Upper end of the range.
-    Source: decoupled: Batch size invariance for policy optimization (arXiv 2110.00641), equation 2, and AReaL (arXiv 2505.24298), equation 5.
+    Source: decoupled: Batch size invariance for policy optimization (arXiv 2110.00641) and AReaL (arXiv 2505.24298), section 5.2.
         tis: Truncated importance sampling (Ionides 2008), as in Your efficient RL framework secretly brings you off-policy RL training
-        (Yao et al. 2025). icepop: Every step evolves (arXiv 2510.18855), section 3.
+        (Yao et al. 2025). icepop: IcePop in Every step evolves (arXiv 2510.18855).
     """
     if level != "token":
         log_ratio = sample_sums(log_ratio, num_loss_tokens=num_loss_tokens, mean=level == "sequence_mean")

@@ -32,9 +32,7 @@ class RewardedSample:
     ref_logprobs: NDArray[np.generic] | None = None
 
 
-def token_advantages(
-    samples: Sequence[RewardedSample], *, algorithm: AlgorithmConfig, max_new_tokens: int
-) -> list[NDArray[np.float32]]:
+def token_advantages(samples: Sequence[RewardedSample], *, algorithm: AlgorithmConfig, max_new_tokens: int) -> list[NDArray[np.float32]]:
     """Give the advantage of each token of a prompt group's samples, 0 where the loss mask is.
 
     Args:
@@ -56,7 +54,7 @@ def token_advantages(
         rewards -= np.array([penalty.sum() for penalty in penalties] or 0.0)
         penalties = []
     given = resolve(spec.advantage)(GroupRewards(rewards, _components(samples)), **algorithm.keywords(spec.advantage_settings))
-    scalars = _checked(given, num_samples=len(samples), name=spec.name)
+    scalars = _checked(given, num_samples=len(samples), name=algorithm.name)
     advantages = [mask.astype(np.float32) * np.float32(scalar) for mask, scalar in zip(masks, scalars, strict=True)]
     for index, penalty in enumerate(penalties):
         returns = scalars[index] - np.cumsum(penalty[::-1])[::-1]
@@ -88,20 +86,22 @@ def _kl_penalties(sample: RewardedSample, mask: NDArray[np.bool_], algorithm: Al
     difference = np.where(mask, sample.policy_logprobs.astype(np.float64) - sample.ref_logprobs.astype(np.float64), 0.0)
     k3 = np.exp(np.minimum(-difference, MAX_LOG_RATIO)) - 1 + difference
     estimates = {"k1": difference, "k2": difference**2 / 2, "k3": k3, "low_variance": np.clip(k3, -10, 10)}
-    return algorithm.kl_coefficient * estimates[algorithm.kl_estimator]
+    penalties: Float64[np.ndarray, " tokens"] = algorithm.kl_coefficient * estimates[algorithm.kl_estimator]
+    return penalties
 
 
 def _components(samples: Sequence[RewardedSample]) -> dict[str, Float64[np.ndarray, " samples"]]:
     names = samples[0].components.keys()
     for sample in samples:
         if sample.components.keys() != names:
-            found = ", ".join(sorted(sample.components)) or "none"
-            raise RewardError(f"sample {sample.sample_id} has the reward components {found}, another of its prompt has {', '.join(sorted(names)) or 'none'}")
+            found, other = (", ".join(sorted(keys)) or "none" for keys in (sample.components, names))
+            raise RewardError(f"sample {sample.sample_id} has the reward components {found}, another of its prompt has {other}")
     return {name: np.array([sample.components[name] for sample in samples], np.float64) for name in names}
 
 
 def _checked(given: object, *, num_samples: int, name: str) -> Float64[np.ndarray, " samples"]:
     values = np.asarray(given, np.float64)
     if values.shape != (num_samples,) or not np.isfinite(values).all():
-        raise ConfigError(f"algorithm {name}: its advantage must give {num_samples} finite numbers, one for each sample, got {values.tolist()!r:.200}")
+        rule = f"its advantage must give {num_samples} finite numbers, one for each sample"
+        raise ConfigError(f"algorithm {name}: {rule}, got {values.tolist()!r:.200}")
     return values

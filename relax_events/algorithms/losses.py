@@ -51,9 +51,7 @@ class Surrogate:
     clipped_high: Bool[Tensor, " tokens"]
 
 
-def sample_sums(
-    values: Float[Tensor, " tokens"], *, num_loss_tokens: Int[Tensor, " samples"], mean: bool = False
-) -> Float[Tensor, " tokens"]:
+def sample_sums(values: Float[Tensor, " tokens"], *, num_loss_tokens: Int[Tensor, " samples"], mean: bool = False) -> Float[Tensor, " tokens"]:
     """Give each token the sum, or the mean, of the values over its sample's loss tokens."""
     owners = torch.arange(len(num_loss_tokens), device=values.device).repeat_interleave(num_loss_tokens)
     sums = values.new_zeros(len(num_loss_tokens)).index_add(0, owners, values)
@@ -74,7 +72,7 @@ def clipped(tokens: LossTokens, *, clip_low: float, clip_high: float, dual_clip:
         dual_clip: Where the advantage is negative the loss is at most -dual_clip A; 0 for no such bound.
     Returns:
         Losses, and the detached ratio and clip marks.
-    Source: PPO (arXiv 1707.06347), equation 7; two ranges: DAPO (arXiv 2503.14476), section 3.1; dual clip: arXiv 1912.09729, equation 5.
+    Source: PPO (arXiv 1707.06347), equation 7; two ranges: DAPO (arXiv 2503.14476), section 3.1; dual clip: arXiv 1912.09729.
     """
     return _clipped(tokens.log_ratio, advantages=tokens.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 
@@ -108,7 +106,7 @@ def clipped_sequence_by_token(tokens: LossTokens, *, clip_low: float, clip_high:
         dual_clip: As in `clipped`.
     Returns:
         As `clipped`.
-    Source: GSPO (arXiv 2507.18071), equations 13 and 14 (GSPO-token).
+    Source: GSPO (arXiv 2507.18071), section 4.3 (GSPO-token).
     """
     log_ratio = tokens.sample_means(tokens.log_ratio).detach() + tokens.logprobs - tokens.logprobs.detach()
     return _clipped(log_ratio, advantages=tokens.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
@@ -142,7 +140,7 @@ def soft_gated(tokens: LossTokens, *, gate_positive: float, gate_negative: float
         gate_negative: Temperature tau elsewhere; higher fades faster.
     Returns:
         As `clipped`.
-    Source: SAPO (arXiv 2511.20347), equations 5 to 7.
+    Source: SAPO (arXiv 2511.20347), section 3.
     """
     ratio = tokens.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     is_positive = tokens.advantages > 0
@@ -175,7 +173,7 @@ def clipped_weight(tokens: LossTokens, *, clip_low: float, clip_high: float) -> 
 def plain_gradient(tokens: LossTokens) -> Surrogate:
     """Compute -A logprobs, whose gradient is REINFORCE's; the ratio is only reported.
 
-    Source: Back to basics (arXiv 2402.14740), equations 6 and 9.
+    Source: RLOO: Back to basics (arXiv 2402.14740).
     """
     ratio = tokens.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     none = torch.zeros_like(ratio, dtype=torch.bool)

@@ -20,7 +20,7 @@ class Whitening:
     def apply(self, values: Float64[np.ndarray, " values"]) -> Float64[np.ndarray, " values"]:
         """Give the values mean 0 and deviation 1 over the step; all zeros where they are equal.
 
-        Source: REINFORCE++ (arXiv 2501.03262), section 3, global normalisation; deviation with n.
+        Source: REINFORCE++ (arXiv 2501.03262), global advantage normalisation; deviation with n.
         """
         return (values - self.mean) / (self.std + EPS)
 
@@ -36,7 +36,7 @@ def second_moment_cutoff(squares: Float64[np.ndarray, " tokens"], *, threshold: 
         threshold: Bound of their mean.
     Returns:
         The bound, infinite where nothing has to go, -1 where everything has to.
-    Source: M2PO (arXiv 2510.01161), algorithm 1; threshold 0.04 in section 4.
+    Source: M2PO (arXiv 2510.01161): the tokens of the largest second moment go first, until the mean of the others is small enough.
     """
     ordered = np.sort(squares)
     if not len(ordered):

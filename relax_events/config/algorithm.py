@@ -23,7 +23,8 @@ Positive = Annotated[float, Field(gt=0)]
 
 class AlgorithmConfig(Section):
     """The policy-gradient objective. What is left out is as the algorithm's own paper has it, see [algorithms](algorithms.md); the defaults
-    below are grpo's. A setting that the algorithm does not use is refused, and null in what a run says of itself."""
+    below are grpo's. A setting that the algorithm does not use is refused, and null in what a run says of itself.
+    """
 
     name: str = "grpo"
     """Installed algorithm, or `path/to/file.py:NAME`; `relax algorithms list` prints those that are installed."""

@@ -41,9 +41,7 @@ class Rejudging:
         scores: What these rewards are called, for errors.
     """
 
-    def __init__(
-        self, algorithm: AlgorithmConfig, *, max_new_tokens: int, rewards: Mapping[str, float] | None = None, scores: str = ""
-    ) -> None:
+    def __init__(self, algorithm: AlgorithmConfig, *, max_new_tokens: int, rewards: Mapping[str, float] | None = None, scores: str = "") -> None:
         self._algorithm, self._max_new_tokens, self._rewards, self._scores = algorithm, max_new_tokens, rewards, scores
 
     def __call__(self, placed: list[PlacedSample]) -> list[PlacedSample]:

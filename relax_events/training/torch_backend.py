@@ -102,7 +102,8 @@ class TorchBackend:
     @torch.no_grad()
     def _squared_log_ratios(self, held: LossBatch) -> NDArray[np.float64]:
         logprobs = self._model.token_logprobs(held.batch).logprobs.double().cpu().numpy()
-        return np.square(logprobs - held.values["rollout"])
+        squares: NDArray[np.float64] = np.square(logprobs - held.values["rollout"])
+        return squares
 
     def _train(self, loss_batch: LossBatch, *, whitening: Whitening | None = None, cutoff: float | None = None) -> None:
         """Add the gradients and figures of a micro-batch to the step's."""
