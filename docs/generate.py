@@ -13,7 +13,7 @@ from pydantic_core import PydanticUndefined
 
 from relax_events import errors
 from relax_events.algorithms.describing import describe, installed_algorithms
-from relax_events.config import AlgorithmConfig, RunConfig
+from relax_events.config import RunConfig
 from relax_events.events.schemas import current_schemas
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.topics import TopicPlan
@@ -83,10 +83,9 @@ def algorithms_page() -> str:
         "policy's log-probability of a token, lo the old policy's (`old_logprobs`), R a sample's reward. To each loss are added "
         "`kl_coefficient` times the KL estimate, where `kl_placement` is `loss`, and `-entropy_coefficient` times the entropy.",
     ]
-    usual = AlgorithmConfig().model_dump()
     for spec in installed_algorithms():
         told = describe(spec.name)
-        own = [f"`{key} = {value}`" for key, value in told["settings"].items() if key in spec.settings or AlgorithmConfig(name=spec.name).model_dump()[key] != usual[key]]
+        own = [f"`{key} = {value}`" for key, value in told["settings"].items() if key in spec.settings]
         parts += [f"## {spec.name}", spec.summary, f"```\n{spec.formula}\n```", f"Settings of its own: {', '.join(own)}.", f"Needs {told['needs']}."]
         parts += [spec.notes] if spec.notes else []
         parts += [f"Not for it: {'; '.join(f'`{key}` ({why})' for key, why in spec.excluded.items())}."] if spec.excluded else []

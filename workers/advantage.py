@@ -143,7 +143,7 @@ class AdvantageLoop:
         try:
             advantages = self._advantages(group)
         except RewardError as error:
-            self._end(group, Outcome.FAILED, f"reward: {error}", mean_reward=mean_reward)
+            self._end(group, Outcome.FAILED, f"reward: {error}")
             return
         for sample, values in zip(group.ordered_samples(), advantages, strict=True):
             self._worker.producer.send(self._ready_record(group, sample, advantages=values))

@@ -42,9 +42,10 @@ def token_advantages(samples: Sequence[RewardedSample], *, algorithm: AlgorithmC
     Returns:
         One array for each sample, as long as its tokens.
     Raises:
-        RewardError: The rewards are not what the algorithm needs; the text says what is missing.
+        RewardError: A reward is not finite, or not what the algorithm needs; the text says what is missing.
         ConfigError: An algorithm of one's own gave something else than a finite number for each sample.
     """
+    _require_finite(samples)
     spec, masks = algorithm.spec, [sample.loss_mask.astype(bool) for sample in samples]
     rewards = np.array([sample.reward for sample in samples], np.float64)
     lengths = np.array([mask.sum() for mask in masks], np.float64)
@@ -88,6 +89,13 @@ def _kl_penalties(sample: RewardedSample, mask: NDArray[np.bool_], algorithm: Al
     estimates = {"k1": difference, "k2": difference**2 / 2, "k3": k3, "low_variance": np.clip(k3, -10, 10)}
     penalties: Float64[np.ndarray, " tokens"] = algorithm.kl_coefficient * estimates[algorithm.kl_estimator]
     return penalties
+
+
+def _require_finite(samples: Sequence[RewardedSample]) -> None:
+    for sample in samples:
+        for name, value in {"reward": sample.reward, **sample.components}.items():
+            if not np.isfinite(value):
+                raise RewardError(f"sample {sample.sample_id}: {name} must be finite, got {value}")
 
 
 def _components(samples: Sequence[RewardedSample]) -> dict[str, Float64[np.ndarray, " samples"]]:

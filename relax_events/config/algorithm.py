@@ -98,6 +98,7 @@ class AlgorithmConfig(Section):
         except ConfigError as error:
             raise ValueError(str(error)) from None
         unused = {key: None for key in NOT_SHARED if key not in spec.settings}
+        _refuse_unknown(spec)
         _refuse_unused(spec, given, unused)
         tree = unused | dict(spec.settings) | {key: value for key, value in given.items() if value is not None}
         return tree | {"options": dict(spec.options) | dict(given.get("options") or {})} | _correction_range(tree)
@@ -147,6 +148,13 @@ class AlgorithmConfig(Section):
 def _file_is_missing(name: str) -> bool:
     path = name.rpartition(":")[0]
     return path.endswith(".py") and not Path(path).is_file()
+
+
+def _refuse_unknown(spec: AlgorithmSpec) -> None:
+    """Refuse a spec that names what is no setting, before a function of its asks for it."""
+    for name in (*spec.settings, *spec.excluded, *spec.advantage_settings, *spec.loss_settings):
+        if name not in AlgorithmConfig.model_fields and name not in spec.options:
+            raise ValueError(f"the spec of {spec.name} names {name!r}, which is neither a setting nor one of its options; mend the spec")
 
 
 def _refuse_unused(spec: AlgorithmSpec, given: Mapping[str, Any], unused: Mapping[str, None]) -> None:

@@ -34,7 +34,13 @@ CORRECTIONS = {
     "m2": {"m2_threshold": 0.5},
     "whitened by token": {"whiten_advantages": "tokens"},
     "whitened by sample": {"whiten_advantages": "samples"},
-    "kl and entropy": {"kl_coefficient": 0.1, "kl_placement": "loss", "kl_estimator": "low_variance", "kl_unbiased": True, "entropy_coefficient": 0.02},
+    "kl and entropy": {
+        "kl_coefficient": 0.1,
+        "kl_placement": "loss",
+        "kl_estimator": "low_variance",
+        "kl_unbiased": True,
+        "entropy_coefficient": 0.02,
+    },
     "everything": {
         "correction": "tis",
         "old_logprobs": "actor",
@@ -159,7 +165,11 @@ def test_loss_is_the_mean_that_the_aggregation_names(name, aggregation):
     samples = [sample for sample in linear_samples(6, 4) if len(sample.tokens)]
     per_sample = [step([[sample]], config_of(name, "plain", aggregation="token_mean"))[0] for sample in samples]
     lengths = np.array([len(sample.tokens) for sample in samples])
-    weights = {"token_mean": lengths / lengths.sum(), "sample_mean": np.full(len(samples), 1 / len(samples)), "constant_length": lengths / 16 / len(samples)}
+    weights = {
+        "token_mean": lengths / lengths.sum(),
+        "sample_mean": np.full(len(samples), 1 / len(samples)),
+        "constant_length": lengths / 16 / len(samples),
+    }
     loss, _ = step([samples], config_of(name, "plain", aggregation=aggregation))
     assert loss == pytest.approx(weights[aggregation] @ per_sample, rel=1e-12, abs=1e-14)
 

@@ -139,6 +139,13 @@ def test_algorithm_of_a_file_comes_with_its_defaults_and_options(mine: str) -> N
         find_algorithm(mine.replace(":MINE", ":OTHER"))
 
 
+def test_spec_that_names_no_setting_is_refused(mine: str) -> None:
+    file = Path(mine.removesuffix(":MINE"))
+    file.write_text(MINE.replace('loss_settings=("clip_high",)', 'loss_settings=("clip_hihg",)'))
+    with pytest.raises(ValidationError, match=r"the spec of mine names 'clip_hihg', which is neither a setting nor one of its options"):
+        AlgorithmConfig(name=mine)
+
+
 def test_algorithm_of_a_file_is_read_anew_when_the_file_changes(mine: str) -> None:
     assert find_algorithm(mine).options == {"bonus": 2.0}
     file = Path(mine.removesuffix(":MINE"))
@@ -198,6 +205,7 @@ def test_sample_needs_reference_logprobs_only_where_the_loss_has_them() -> None:
 
 
 def test_advantage_role_and_run_files_load_no_torch() -> None:
-    code = "import sys, workers.advantage\nfrom relax_events.config import AlgorithmConfig\nAlgorithmConfig(name='gspo').spec\nprint('torch' in sys.modules)"
+    uses = "import sys, workers.advantage; from relax_events.config import AlgorithmConfig; AlgorithmConfig(name='gspo').spec"
+    code = f"{uses}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=Path(__file__).parents[2])
     assert done.stdout == "False\n"

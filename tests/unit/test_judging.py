@@ -64,6 +64,13 @@ def test_components_that_are_not_there_are_named() -> None:
         judge(samples([1, 2], [{"a": 1.0}, {}]), name="gdpo")
 
 
+def test_reward_that_is_not_finite_is_named() -> None:
+    with pytest.raises(RewardError, match="sample s1: reward must be finite, got nan"):
+        judge(samples([1, float("nan"), 2]))
+    with pytest.raises(RewardError, match="sample s0: b must be finite, got inf"):
+        judge(samples([1, 2], [{"a": 1.0, "b": float("inf")}, {"a": 1.0, "b": 2.0}]))
+
+
 def test_overlong_penalty_falls_linearly_over_the_last_of_the_length() -> None:
     lengths = np.array([0, 16_384, 18_432, 20_480, 21_000], np.float64)
     assert overlong_penalties(lengths, max_new_tokens=20_480, ratio=0.2, penalty=1.0).tolist() == pytest.approx([0, 0, 0.5, 1, 1])

@@ -161,7 +161,8 @@ def test_figures_tell_how_far_the_engines_policy_is():
 @pytest.mark.parametrize("max_logits", [2**26, 1])
 def test_entropy_bonus_has_the_gradient_of_the_entropy(max_logits, monkeypatch):
     monkeypatch.setattr("relax_events.training.policy_model.MAX_LOGITS_ELEMENTS", max_logits)
-    mine, model = backend(algorithm={"entropy_coefficient": 0.5}, trainer={"max_grad_norm": 1e9}), PaddedGrpo(aggregation="token_mean", estimator="k1")
+    mine = backend(algorithm={"entropy_coefficient": 0.5}, trainer={"max_grad_norm": 1e9})
+    model = PaddedGrpo(aggregation="token_mean", estimator="k1")
     flat = [changed(sample, advantages=np.zeros_like(sample.advantages)) for sample in SAMPLES]
     mine.accumulate(flat)
     figures = mine.step()
