@@ -13,7 +13,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from relax_events.algorithms.judging import RewardedSample, token_advantages
+from relax_events.algorithms.judging import Judge, RewardedSample
 from relax_events.broker.consumer import GroupConsumer
 from relax_events.broker.deadline import Deadline
 from relax_events.broker.records import OutRecord, Record
@@ -64,6 +64,7 @@ class AdvantageLoop:
         evaluators = needed_evaluators(worker.config)
         entities = ["rollout.samples", "reward.scores", *(EVALUATOR_TOPICS[name] for name in sorted(evaluators))]
         self._join = GroupJoin(evaluators=evaluators)
+        self._judge = Judge(worker.config.algorithm, max_new_tokens=worker.config.engine.sampling.max_new_tokens)
         self._committed: dict[tuple[str, int], int] = {}
         self._expiry_is_due = False
         self._consumer = GroupConsumer(
@@ -149,8 +150,7 @@ class AdvantageLoop:
             self._worker.producer.send(self._ready_record(group, sample, advantages=values))
 
     def _advantages(self, group: JoinedGroup) -> list[NDArray[np.float32]]:
-        config = self._worker.config
-        drawn_by_actor = config.algorithm.old_logprobs == "actor"
+        drawn_by_actor = self._worker.config.algorithm.old_logprobs == "actor"
         rewarded = [
             RewardedSample(
                 sample_id=sample.sample_id,
@@ -162,7 +162,7 @@ class AdvantageLoop:
             )
             for sample in group.ordered_samples()
         ]
-        return token_advantages(rewarded, algorithm=config.algorithm, max_new_tokens=config.engine.sampling.max_new_tokens)
+        return self._judge(rewarded)
 
     def _ready_record(self, group: JoinedGroup, sample: SampleRolledOut, *, advantages: NDArray[np.float32]) -> OutRecord:
         ready = SampleReady(

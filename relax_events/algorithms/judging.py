@@ -32,35 +32,58 @@ class RewardedSample:
     ref_logprobs: NDArray[np.generic] | None = None
 
 
-def token_advantages(samples: Sequence[RewardedSample], *, algorithm: AlgorithmConfig, max_new_tokens: int) -> list[NDArray[np.float32]]:
-    """Give the advantage of each token of a prompt group's samples, 0 where the loss mask is.
+class Judge:
+    """Gives the tokens of a prompt group's samples their advantages, as an `AlgorithmConfig` says."""
 
-    Args:
-        samples: All of the prompt group, by index.
-        algorithm: Says how.
-        max_new_tokens: Longest possible completion, for the penalty on overlong ones.
-    Returns:
-        One array for each sample, as long as its tokens.
-    Raises:
-        RewardError: A reward is not finite, or not what the algorithm needs; the text says what is missing.
-        ConfigError: An algorithm of one's own gave something else than a finite number for each sample.
-    """
-    _require_finite(samples)
-    spec, masks = algorithm.spec, [sample.loss_mask.astype(bool) for sample in samples]
-    rewards = np.array([sample.reward for sample in samples], np.float64)
-    lengths = np.array([mask.sum() for mask in masks], np.float64)
-    rewards -= overlong_penalties(lengths, max_new_tokens=max_new_tokens, ratio=algorithm.overlong_ratio, penalty=algorithm.overlong_penalty)
-    penalties = [_kl_penalties(sample, mask, algorithm) for sample, mask in zip(samples, masks, strict=True)] if algorithm.has_reward_kl else []
-    if spec.reward_kl == "sequence":
-        rewards -= np.array([penalty.sum() for penalty in penalties] or 0.0)
-        penalties = []
-    given = resolve(spec.advantage)(GroupRewards(rewards, _components(samples)), **algorithm.keywords(spec.advantage_settings))
-    scalars = _checked(given, num_samples=len(samples), name=algorithm.name)
-    advantages = [mask.astype(np.float32) * np.float32(scalar) for mask, scalar in zip(masks, scalars, strict=True)]
-    for index, penalty in enumerate(penalties):
-        returns = scalars[index] - np.cumsum(penalty[::-1])[::-1]
-        advantages[index] = np.where(masks[index], returns, 0.0).astype(np.float32)
-    return advantages
+    def __init__(self, algorithm: AlgorithmConfig, *, max_new_tokens: int) -> None:
+        """Load the algorithm, once: a file that changes meanwhile changes nothing.
+
+        Args:
+            algorithm: The settings.
+            max_new_tokens: Longest possible completion, for the penalty on overlong ones.
+        Raises:
+            ConfigError: There is no such algorithm.
+        """
+        self._algorithm, self._max_new_tokens, self._spec = algorithm, max_new_tokens, algorithm.spec
+        self._advantage = resolve(self._spec.advantage)
+
+    def __call__(self, samples: Sequence[RewardedSample]) -> list[NDArray[np.float32]]:
+        """Give the advantage of each token, 0 where the loss mask is.
+
+        Args:
+            samples: All of the prompt group, by index.
+        Returns:
+            One array for each sample, as long as its tokens.
+        Raises:
+            RewardError: A reward is not finite, or not what the algorithm needs; the text says what is missing.
+            ConfigError: An algorithm of one's own gave something else than a finite number for each sample.
+        """
+        _require_finite(samples)
+        masks = [sample.loss_mask.astype(bool) for sample in samples]
+        penalties = self._penalties(samples, masks)
+        rewards = self._rewards(samples, masks)
+        if self._spec.reward_kl == "sequence":
+            rewards -= np.array([penalty.sum() for penalty in penalties] or 0.0)
+            penalties = []
+        given = self._advantage(GroupRewards(rewards, _components(samples)), **self._algorithm.keywords(self._spec.advantage_settings))
+        scalars = _checked(given, num_samples=len(samples), name=self._algorithm.name)
+        advantages = [mask.astype(np.float32) * np.float32(scalar) for mask, scalar in zip(masks, scalars, strict=True)]
+        for index, penalty in enumerate(penalties):
+            returns = scalars[index] - np.cumsum(penalty[::-1])[::-1]
+            advantages[index] = np.where(masks[index], returns, 0.0).astype(np.float32)
+        return advantages
+
+    def _rewards(self, samples: Sequence[RewardedSample], masks: Sequence[NDArray[np.bool_]]) -> Float64[np.ndarray, " samples"]:
+        rewards: Float64[np.ndarray, " samples"] = np.array([sample.reward for sample in samples], np.float64)
+        lengths = np.array([mask.sum() for mask in masks], np.float64)
+        ratio, penalty = self._algorithm.overlong_ratio, self._algorithm.overlong_penalty
+        rewards -= overlong_penalties(lengths, max_new_tokens=self._max_new_tokens, ratio=ratio, penalty=penalty)
+        return rewards
+
+    def _penalties(self, samples: Sequence[RewardedSample], masks: Sequence[NDArray[np.bool_]]) -> list[Float64[np.ndarray, " tokens"]]:
+        if not self._algorithm.has_reward_kl:
+            return []
+        return [_kl_penalties(sample, mask, self._algorithm) for sample, mask in zip(samples, masks, strict=True)]
 
 
 def overlong_penalties(

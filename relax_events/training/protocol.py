@@ -96,6 +96,8 @@ class TrainerBackend(Protocol):
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Run forward and backward on a micro-batch, adding unnormalised gradients and figures to the step's.
 
+        Where the algorithm needs to know the whole step first, the micro-batch is kept, and run by `step`.
+
         Raises:
             PoisonSample: A sample can't be trained on; nothing was added, and the rest of the step is unharmed.
         """

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_events.algorithms.judging import RewardedSample, token_advantages
+from relax_events.algorithms.judging import Judge, RewardedSample
 from relax_events.broker.consumer import LogReader
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import ConfigError, CorruptRecord, RewardError, SchemaError
@@ -42,7 +42,8 @@ class Rejudging:
     """
 
     def __init__(self, algorithm: AlgorithmConfig, *, max_new_tokens: int, rewards: Mapping[str, float] | None = None, scores: str = "") -> None:
-        self._algorithm, self._max_new_tokens, self._rewards, self._scores = algorithm, max_new_tokens, rewards, scores
+        self._algorithm, self._rewards, self._scores = algorithm, rewards, scores
+        self._judge = Judge(algorithm, max_new_tokens=max_new_tokens)
 
     def __call__(self, placed: list[PlacedSample]) -> list[PlacedSample]:
         """Return the samples, in the same order, with their new rewards and advantages.
@@ -60,7 +61,7 @@ class Rejudging:
         ordered = sorted(members, key=lambda sample: sample.sample_index)
         rewarded = [self._rewarded(sample) for sample in ordered]
         try:
-            advantages = token_advantages(rewarded, algorithm=self._algorithm, max_new_tokens=self._max_new_tokens)
+            advantages = self._judge(rewarded)
         except RewardError as error:
             raise ConfigError(f"prompt group {ordered[0].prompt_group_id} can't be judged by {self._algorithm.name}: {error}") from error
         return [

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from relax_events.algorithms.kl import kl_estimate
 from relax_events.algorithms.losses import MAX_LOG_RATIO
-from relax_events.algorithms.objective import TokenLosses
+from relax_events.algorithms.objective import ObjectiveInputs, TokenLosses
 from relax_events.errors import RunFailed
 from relax_events.training.ranks import Ranks
 
@@ -54,33 +54,25 @@ class MicroBatchSums:
     sample_ids: list[str]
 
 
-def sum_micro_batch(
-    tokens: TokenLosses,
-    *,
-    entropies: Float[Tensor, " tokens"],
-    trainer_logprobs: Float[Tensor, " tokens"],
-    rollout_logprobs: Float[Tensor, " tokens"],
-) -> Float[Tensor, " sums"]:
+def sum_micro_batch(tokens: TokenLosses, inputs: ObjectiveInputs) -> Float[Tensor, " sums"]:
     """Sum a micro-batch's per-token figures in float64, in the order of Totals, then the largest mismatch.
 
     Args:
-        tokens: The objective's parts.
-        entropies: Of the policy.
-        trainer_logprobs: Of the weights being trained.
-        rollout_logprobs: As the engine gave them.
+        tokens: What the objective gave.
+        inputs: What it was given.
     """
     surrogate, weights = tokens.surrogate, tokens.token_weights
-    difference = (trainer_logprobs - rollout_logprobs).detach()
+    difference = (inputs.logprobs - inputs.rollout_logprobs).detach()
     behaviour_ratio = difference.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     rows = [
         weights * tokens.losses,
         weights * tokens.policy_losses,
         weights * tokens.kl,
-        entropies,
+        inputs.entropies,
         surrogate.clipped_low,
         surrogate.clipped_high,
         surrogate.ratio,
-        kl_estimate(rollout_logprobs, base_logprobs=trainer_logprobs, estimator="k3"),
+        kl_estimate(inputs.rollout_logprobs, base_logprobs=inputs.logprobs, estimator="k3"),
         difference.abs(),
         behaviour_ratio,
         behaviour_ratio.square(),

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from relax_events.algorithms.objective import Objective, ObjectiveInputs
-from relax_events.algorithms.step_statistics import Whitening
+from relax_events.algorithms.objective import Objective
 from relax_events.config import RunConfig, TrainerConfig
 from relax_events.errors import RunFailed
 from relax_events.events.types import SampleReady
 from relax_events.models.causal_lm import choose_device
 from relax_events.training.flat_parameters import FlatParameters
-from relax_events.training.packing import PackedBatch, loss_values, pack
+from relax_events.training.loss_batch import LossBatch
 from relax_events.training.policy_model import PolicyModel
 from relax_events.training.protocol import Scorer, StepFigures, TrainerState
 from relax_events.training.ranks import Ranks
 from relax_events.training.step_sums import MicroBatchSums, Totals, gather_totals, sum_micro_batch
 from relax_events.training.whole_step import step_cutoff, step_whitening
-
-
-@dataclass(frozen=True, slots=True)
-class LossBatch:
-    """A micro-batch as its loss takes it: packed, with its samples' values at each loss token."""
-
-    batch: PackedBatch
-    values: Mapping[str, NDArray[np.floating]]
-    sample_ids: list[str]
 
 
 class TorchBackend:
@@ -67,36 +56,28 @@ class TorchBackend:
 
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Run forward and backward on a micro-batch; see `TrainerBackend`. Where the algorithm needs the whole step, that waits for `step`."""
-        batch = pack(micro_batch, vocab_size=self._model.vocab_size, share_rows=self._model.shares_rows)
-        values = {name: loss_values(micro_batch, field) for name, field in self._fields().items()}
-        if not len(batch.targets):
+        algorithm, model = self._config.algorithm, self._model
+        loss_batch = LossBatch.of(micro_batch, algorithm=algorithm, vocab_size=model.vocab_size, share_rows=model.shares_rows)
+        if not len(loss_batch.batch.targets):
             return
-        loss_batch = LossBatch(batch, values, [sample.sample_id for sample in micro_batch])
-        if self._config.algorithm.needs_whole_step:
+        if algorithm.needs_whole_step:
             self._held.append(loss_batch)
         else:
             self._train(loss_batch)
 
-    def _fields(self) -> dict[str, str]:
-        """Name the per-token arrays of a sample that the objective needs."""
-        algorithm = self._config.algorithm
-        fields = {"rollout": "rollout_logprobs", "advantages": "advantages"}
-        if algorithm.old_logprobs != "trainer":
-            fields["old"] = f"{algorithm.old_logprobs}_logprobs"
-        return fields | ({"ref": "ref_logprobs"} if algorithm.has_loss_kl else {})
-
     def _train_held(self) -> None:
         """Train the micro-batches that waited for their step to be whole; collective."""
-        algorithm = self._config.algorithm
+        algorithm, cutoff = self._config.algorithm, None
         if not algorithm.needs_whole_step:
             return
-        advantages = [(held.values["advantages"].astype(np.float32), held.batch.num_loss_tokens) for held in self._held]
-        whitening = step_whitening(advantages, over=algorithm.whiten_advantages, ranks=self._ranks)
-        cutoff = None
+        if algorithm.whiten_advantages != "none":
+            advantages = [(held.values["advantages"], held.batch.num_loss_tokens) for held in self._held]
+            whitening = step_whitening(advantages, over=algorithm.whiten_advantages, ranks=self._ranks)
+            self._held = [held.whitened(whitening) for held in self._held]
         if algorithm.m2_threshold:
             cutoff = step_cutoff(map(self._squared_log_ratios, self._held), threshold=algorithm.m2_threshold, ranks=self._ranks)
         for held in self._held:
-            self._train(held, whitening=whitening if algorithm.whiten_advantages != "none" else None, cutoff=cutoff)
+            self._train(held, cutoff=cutoff)
         self._held = []
 
     @torch.no_grad()
@@ -105,12 +86,9 @@ class TorchBackend:
         squares: NDArray[np.float64] = np.square(logprobs - held.values["rollout"])
         return squares
 
-    def _train(self, loss_batch: LossBatch, *, whitening: Whitening | None = None, cutoff: float | None = None) -> None:
+    def _train(self, loss_batch: LossBatch, *, cutoff: float | None = None) -> None:
         """Add the gradients and figures of a micro-batch to the step's."""
-        values = dict(loss_batch.values)
-        if whitening is not None:
-            values["advantages"] = whitening.apply(values["advantages"].astype(np.float64))
-        device_sums = self._forward_backward(loss_batch.batch, values, cutoff)
+        device_sums = self._forward_backward(loss_batch, cutoff)
         # The sum over all gradients is not finite from the first micro-batch on that broke one; looked at once, at the step's end.
         device_sums = torch.cat([device_sums, self._flat.gradients.sum().double()[None]])
         batch = loss_batch.batch
@@ -118,23 +96,12 @@ class TorchBackend:
         counts = (units, len(batch.targets), batch.num_tokens, len(loss_batch.sample_ids))
         self._micro_batches.append(MicroBatchSums(device_sums, counts, loss_batch.sample_ids))
 
-    def _forward_backward(self, batch: PackedBatch, values: Mapping[str, NDArray[np.floating]], cutoff: float | None) -> Tensor:
-        result = self._model.token_logprobs(batch, entropy_gradient=self._config.algorithm.entropy_coefficient > 0)
-        stacked = torch.from_numpy(np.stack(list(values.values()))).to(self._model.device).to(result.logprobs.dtype)
-        given = dict(zip(values, stacked, strict=True))
-        inputs = ObjectiveInputs(
-            logprobs=result.logprobs,
-            entropies=result.entropies,
-            rollout_logprobs=given["rollout"],
-            old_logprobs=given.get("old"),
-            ref_logprobs=given.get("ref"),
-            advantages=given["advantages"],
-            num_loss_tokens=torch.from_numpy(batch.num_loss_tokens).to(self._model.device),
-            second_moment_cutoff=cutoff,
-        )
+    def _forward_backward(self, loss_batch: LossBatch, cutoff: float | None) -> Tensor:
+        result = self._model.token_logprobs(loss_batch.batch, entropy_gradient=self._config.algorithm.entropy_coefficient > 0)
+        inputs = loss_batch.objective_inputs(result, cutoff=cutoff)
         tokens = self._objective(inputs)
         (tokens.token_weights * tokens.losses).sum().backward()
-        return sum_micro_batch(tokens, entropies=result.entropies, trainer_logprobs=result.logprobs, rollout_logprobs=given["rollout"])
+        return sum_micro_batch(tokens, inputs)
 
     def step(self) -> StepFigures:
         """Reduce, normalise, clip, update; see `TrainerBackend`."""

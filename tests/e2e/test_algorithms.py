@@ -85,4 +85,5 @@ def test_algorithm_trains_recorded_rollouts(name: str, relax: Relax, source: Fin
     assert min(curves["grad_norm"]) > 0
     run_file = orjson.loads((tmp_path / ".relax/runs" / run_id / "run-file.json").read_bytes())
     assert run_file["algorithm"]["name"] == name
-    assert run_file["algorithm"]["kl_coefficient"] == (0.01 if "algorithm.kl_coefficient=0.01" in overrides else 0)
+    # Only where it is the source's own algorithm are the source's settings kept.
+    assert run_file["algorithm"]["kl_coefficient"] == (0.01 if "algorithm.kl_coefficient=0.01" in overrides else 0.001 if name == "gdpo" else 0)

@@ -10,6 +10,7 @@ import event_samples
 import numpy as np
 import pytest
 
+from relax_events.algorithms.judging import Judge
 from relax_events.events.types import Outcome, SampleReady
 from relax_events.pipeline.join import JoinedGroup
 from workers.advantage import AdvantageLoop
@@ -45,6 +46,7 @@ def finish(config: Any, rewards: list[float], components: list[dict[str, float]]
             group.evaluations.setdefault("reference", {})[sample.sample_id] = evaluated
     sent, loop = Sent(config), AdvantageLoop.__new__(AdvantageLoop)
     loop._worker = sent  # type: ignore[assignment]
+    loop._judge = Judge(config.algorithm, max_new_tokens=config.engine.sampling.max_new_tokens)
     loop._join = SimpleNamespace(close=lambda closed: None)  # type: ignore[assignment]
     loop._finish(group)
     return sent

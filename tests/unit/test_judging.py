@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from relax_events.algorithms.advantages import GroupRewards, as_rewarded, centred, decoupled, leave_one_out
-from relax_events.algorithms.judging import RewardedSample, overlong_penalties, token_advantages
+from relax_events.algorithms.judging import Judge, RewardedSample, overlong_penalties
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import ConfigError, RewardError
 
@@ -29,7 +29,7 @@ def samples(rewards: list[float], components: list[dict[str, float]] | None = No
 
 def judge(given: list[RewardedSample], max_new_tokens: int = 8, **settings: Any) -> list[list[float]]:
     algorithm = AlgorithmConfig.model_validate(settings)
-    return [values.tolist() for values in token_advantages(given, algorithm=algorithm, max_new_tokens=max_new_tokens)]
+    return [values.tolist() for values in Judge(algorithm, max_new_tokens=max_new_tokens)(given)]
 
 
 def test_leave_one_out_takes_the_others_mean() -> None:

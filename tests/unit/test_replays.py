@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from relax_events.config import AlgorithmConfig, RunConfig
 from relax_events.control.ledger import Ledger
 from relax_events.control.runs.details import first_gone
+from relax_events.control.runs.forking import _is_other_algorithm
 from relax_events.control.runs.verification import first_difference
 from relax_events.errors import ConfigError
 from relax_events.events.types import Outcome
@@ -121,6 +122,21 @@ def test_advantages_are_needed_when_another_algorithm_would_compute_others() -> 
     assert not needs_advantages(grpo, AlgorithmConfig(clip_high=0.4, kl_coefficient=0.1))
     assert needs_advantages(grpo, AlgorithmConfig(normalise_std=False))
     assert needs_advantages(grpo, AlgorithmConfig(name="gspo"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], False),
+        (["algorithm.clip_high=0.3", "run.seed=1"], False),
+        (["algorithm.name=grpo"], False),
+        (["algorithm.name=gspo"], True),
+        (["algorithm.name = 'gspo'", "algorithm.clip_high=0.3"], True),
+        (["algorithm.name=gspo", "algorithm.name=grpo"], False),
+    ],
+)
+def test_settings_of_the_source_are_left_where_another_algorithm_is_named(overrides: list[str], expected: bool) -> None:
+    assert _is_other_algorithm("grpo", overrides) is expected
 
 
 def test_first_difference_is_told_and_times_do_not_count() -> None:
