@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from relax_events.config import AlgorithmConfig, RunConfig
 from relax_events.control.ledger import Ledger
 from relax_events.control.runs.details import first_gone
-from relax_events.control.runs.forking import _is_other_algorithm
+from relax_events.control.runs.forking import carried_over
 from relax_events.control.runs.verification import first_difference
 from relax_events.errors import ConfigError
 from relax_events.events.types import Outcome
@@ -125,18 +125,18 @@ def test_advantages_are_needed_when_another_algorithm_would_compute_others() -> 
 
 
 @pytest.mark.parametrize(
-    ("overrides", "expected"),
+    ("overrides", "dropped"),
     [
-        ([], False),
-        (["algorithm.clip_high=0.3", "run.seed=1"], False),
-        (["algorithm.name=grpo"], False),
-        (["algorithm.name=gspo"], True),
-        (["algorithm.name = 'gspo'", "algorithm.clip_high=0.3"], True),
-        (["algorithm.name=gspo", "algorithm.name=grpo"], False),
+        ([], set()),
+        (["algorithm.clip_high=0.3", "algorithm.name=grpo", "algorithm.correction=tis"], set()),
+        (["algorithm.correction = 'icepop'"], {"correction_low", "correction_high"}),
+        (["algorithm.name=gspo", "algorithm.clip_high=0.3"], {"name", "clip_high", "correction", "correction_low", "correction_high"}),
+        (["algorithm.name=gspo", "algorithm.name=grpo"], set()),
     ],
 )
-def test_settings_of_the_source_are_left_where_another_algorithm_is_named(overrides: list[str], expected: bool) -> None:
-    assert _is_other_algorithm("grpo", overrides) is expected
+def test_settings_of_the_source_hold_unless_another_algorithm_or_correction_brings_its_own(overrides: list[str], dropped: set[str]) -> None:
+    settings = {"name": "grpo", "clip_high": 0.2, "correction": "tis", "correction_low": 0.0, "correction_high": 2.0}
+    assert carried_over(settings, overrides) == {key: value for key, value in settings.items() if key not in dropped}
 
 
 def test_first_difference_is_told_and_times_do_not_count() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,7 @@ def make_run_file(cluster: Cluster, connection: Connection, run_id: str, choice:
     tree["objects"]["uri"] = f"{tree['objects']['uri'].rstrip('/')}-{run_id}" if tree["objects"]["uri"] else ""
     tree["telemetry"]["metrics_port"] = 0
     tree["source"] = _source_section(source, choice)
-    if _is_other_algorithm(tree["algorithm"]["name"], overrides):
-        tree["algorithm"] = {}  # it comes with settings of its own
+    tree["algorithm"] = carried_over(tree["algorithm"], overrides)
     path = cluster.directory / "runs" / run_id / RUN_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     _write(path, tree)
@@ -72,9 +71,14 @@ def make_run_file(cluster: Cluster, connection: Connection, run_id: str, choice:
     return config
 
 
-def _is_other_algorithm(name: str, overrides: Iterable[str]) -> bool:
-    wanted = [value.strip().strip("\"'") for key, _, value in (override.partition("=") for override in overrides) if key.strip() == "algorithm.name"]
-    return bool(wanted) and wanted[-1] != name
+def carried_over(algorithm: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Return the settings of the source's algorithm that hold under the overrides: another algorithm or correction comes with its own."""
+    named = {key.strip(): value.strip().strip("\"'") for key, _, value in (override.partition("=") for override in overrides)}
+    if named.get("algorithm.name", algorithm["name"]) != algorithm["name"]:
+        return {}
+    is_corrected_otherwise = named.get("algorithm.correction", algorithm["correction"]) != algorithm["correction"]
+    dropped = ("correction_low", "correction_high") if is_corrected_otherwise else ()
+    return {key: value for key, value in algorithm.items() if key not in dropped}
 
 
 def _write(path: Path, tree: dict[str, Any]) -> None:
