@@ -1,14 +1,15 @@
-"""Roles, engines, trainer backends and rewards are entry points, so that nothing here knows them all and anyone can add one.
+"""Roles, engines, trainer backends, rewards and algorithms are entry points, so that nothing here knows them all and anyone can add one.
 
-An engine, a backend or a reward of one's own needs no package: `path/to/file.py:Class`, or `:function`, names it as well.
+One's own needs no package: `path/to/file.py:Name` names it as well.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -20,16 +21,19 @@ ROLES = "relax_events.roles"
 ENGINES = "relax_events.engines"
 TRAINER_BACKENDS = "relax_events.trainer_backends"
 REWARDS = "relax_events.rewards"
+ALGORITHMS = "relax_events.algorithms"
+CLASS, FUNCTION = type, Callable
+NAMES = {CLASS: "class", FUNCTION: "function"}
 
 
 @dataclass(frozen=True, slots=True)
 class FilePlugin:
-    """A class or function in a Python file, not loaded yet."""
+    """A class, a function or an object of another kind in a Python file, not loaded yet."""
 
     path: Path
     attribute: str
     what: str
-    kind: str = "class"
+    accepts: Any = CLASS
 
     def load(self) -> Any:
         """Run the file and return what it defines under the name.
@@ -39,34 +43,49 @@ class FilePlugin:
         """
         module = load_file(self.path, what=self.what)
         found = getattr(module, self.attribute, None)
-        if not callable(found):
-            is_such = inspect.isclass if self.kind == "class" else inspect.isfunction
-            defined = [name for name, value in vars(module).items() if is_such(value) and value.__module__ == module.__name__]
-            raise ConfigError(f"{self.what}: {self.path} has no {self.kind} {self.attribute!r}, only {', '.join(defined) or 'none'}")
+        if not isinstance(found, self.accepts):
+            defined = ", ".join(self._defined(module)) or "none"
+            raise ConfigError(f"{self.what}: {self.path} has no {kind_of(self.accepts)} {self.attribute!r}, only {defined}")
         return found
 
+    def _defined(self, module: ModuleType) -> list[str]:
+        """Name what the file itself defines of the kind, not what it imports."""
+        found = {name: value for name, value in vars(module).items() if isinstance(value, self.accepts) and not name.startswith("_")}
+        return [name for name, value in found.items() if not callable(value) or value.__module__ == module.__name__]
 
-def find_plugin(group: str, name: str, *, what: str, kind: str = "class") -> EntryPoint | FilePlugin:
-    """Return an installed entry point, or the plugin of a file given as `path/to/file.py:Class`; neither is loaded yet.
+
+def kind_of(accepts: Any) -> str:
+    """Return what people call a kind of plugin."""
+    return NAMES.get(accepts) or str(accepts.__name__)
+
+
+def find_plugin(group: str, name: str, *, what: str, accepts: Any = CLASS) -> EntryPoint | FilePlugin:
+    """Return an installed entry point, or the plugin of a file given as `path/to/file.py:Name`; neither is loaded yet.
 
     Args:
         group: One of the groups above.
         name: Of the plugin.
         what: How the error calls it, for example `engine.name = 'vroom'`.
-        kind: What a file has to define: a `class` or a `function`.
+        accepts: What a file must hold under the name: a `CLASS`, a `FUNCTION`, or an object of this class.
     Raises:
         ConfigError: None of that name is installed; the text lists those that are. Or there is no such file.
     """
     path, _, attribute = name.rpartition(":")
     if path.endswith(".py") and attribute:
         if not Path(path).is_file():
-            named = f"path/to/file.py:{'Class' if kind == 'class' else kind}"
-            raise ConfigError(f"{what}: file {path} does not exist; give {named}, or the name of an installed one")
-        return FilePlugin(Path(path), attribute, what, kind)
-    installed = {entry.name: entry for entry in entry_points(group=group)}
-    if name not in installed:
-        raise ConfigError(f"{what} is not installed; installed are {', '.join(sorted(installed))}")
-    return installed[name]
+            place = f"path/to/file.py:{'Class' if accepts is CLASS else kind_of(accepts)}"
+            raise ConfigError(f"{what}: file {path} does not exist; give {place}, or the name of an installed one")
+        return FilePlugin(Path(path), attribute, what, accepts)
+    offered = installed(group)
+    if name not in offered:
+        raise ConfigError(f"{what} is not installed; installed are {', '.join(sorted(offered))}")
+    return offered[name]
+
+
+@cache
+def installed(group: str) -> dict[str, EntryPoint]:
+    """Return what is installed in a group, by name. Looked up once in a process: it reads a file of every package that there is."""
+    return {entry.name: entry for entry in entry_points(group=group)}
 
 
 def load_file(path: Path, *, what: str) -> ModuleType:

@@ -11,13 +11,14 @@ import time
 
 import numpy as np
 import structlog
+from numpy.typing import NDArray
 
-from relax_events.algorithms.advantages import group_advantages
+from relax_events.algorithms.judging import Judge, RewardedSample
 from relax_events.broker.consumer import GroupConsumer
 from relax_events.broker.deadline import Deadline
 from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
-from relax_events.errors import CorruptRecord, PoisonSample
+from relax_events.errors import CorruptRecord, PoisonSample, RewardError
 from relax_events.events.tensors import dense
 from relax_events.events.types import (
     Array,
@@ -63,6 +64,7 @@ class AdvantageLoop:
         evaluators = needed_evaluators(worker.config)
         entities = ["rollout.samples", "reward.scores", *(EVALUATOR_TOPICS[name] for name in sorted(evaluators))]
         self._join = GroupJoin(evaluators=evaluators)
+        self._judge = Judge(worker.config.algorithm, max_new_tokens=worker.config.engine.sampling.max_new_tokens)
         self._committed: dict[tuple[str, int], int] = {}
         self._expiry_is_due = False
         self._consumer = GroupConsumer(
@@ -131,7 +133,7 @@ class AdvantageLoop:
             reason = f"poison: {group.poisoned}" if group.poisoned else f"reward: {failures[0]}"
             self._end(group, Outcome.FAILED, reason)
             return
-        rewards = np.array([[group.scores[sample.sample_id].reward for sample in group.ordered_samples()]], np.float64)
+        rewards = np.array([group.reward_of(sample) for sample in group.ordered_samples()], np.float64)
         mean_reward = float(rewards.mean())
         if is_guest(group.prompt_group_id):
             self._end(group, Outcome.FILTERED, "guest: generated and scored, not trained", mean_reward=mean_reward)
@@ -139,16 +141,30 @@ class AdvantageLoop:
         if self._worker.config.algorithm.filter_uniform_rewards and np.ptp(rewards) == 0:
             self._end(group, Outcome.FILTERED, "all rewards are equal", mean_reward=mean_reward)
             return
-        advantages = group_advantages(rewards, normalise_std=self._worker.config.algorithm.normalise_std)[0]
-        for sample, reward, advantage in zip(group.ordered_samples(), rewards[0], advantages, strict=True):
-            self._worker.producer.send(self._ready_record(group, sample, reward=float(reward), advantage=float(advantage)))
+        try:
+            advantages = self._advantages(group)
+        except RewardError as error:
+            self._end(group, Outcome.FAILED, f"reward: {error}")
+            return
+        for sample, values in zip(group.ordered_samples(), advantages, strict=True):
+            self._worker.producer.send(self._ready_record(group, sample, advantages=values))
 
-    def _ready_record(self, group: JoinedGroup, sample: SampleRolledOut, *, reward: float, advantage: float) -> OutRecord:
-        def logprobs_of(evaluator: str) -> Array | None:
-            found = group.evaluations.get(evaluator, {}).get(sample.sample_id)
-            return None if found is None else found.values
+    def _advantages(self, group: JoinedGroup) -> list[NDArray[np.float32]]:
+        drawn_by_actor = self._worker.config.algorithm.old_logprobs == "actor"
+        rewarded = [
+            RewardedSample(
+                sample_id=sample.sample_id,
+                reward=group.reward_of(sample),
+                components=group.scores[sample.sample_id].components,
+                loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
+                policy_logprobs=_plain(_evaluated(group, sample, "actor") if drawn_by_actor else sample.rollout_logprobs, sample),
+                ref_logprobs=_plain(_evaluated(group, sample, "reference"), sample),
+            )
+            for sample in group.ordered_samples()
+        ]
+        return self._judge(rewarded)
 
-        loss_mask = dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask")
+    def _ready_record(self, group: JoinedGroup, sample: SampleRolledOut, *, advantages: NDArray[np.float32]) -> OutRecord:
         ready = SampleReady(
             sample_id=sample.sample_id,
             prompt_group_id=sample.prompt_group_id,
@@ -162,21 +178,20 @@ class AdvantageLoop:
             min_policy_version=sample.min_policy_version,
             max_policy_version=sample.max_policy_version,
             tokens=sample.tokens,
-            loss_mask=loss_mask,
+            loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
             rollout_logprobs=sample.rollout_logprobs,
-            actor_logprobs=logprobs_of("actor"),
-            ref_logprobs=logprobs_of("reference"),
-            advantages=loss_mask.astype(np.float32) * np.float32(advantage),
-            reward=reward,
+            actor_logprobs=_evaluated(group, sample, "actor"),
+            ref_logprobs=_evaluated(group, sample, "reference"),
+            advantages=advantages,
+            reward=group.reward_of(sample),
+            components=group.scores[sample.sample_id].components,
             temperature=sample.temperature,
             num_prompt_tokens=sample.num_prompt_tokens,
             finish_reason=sample.finish_reason,
             media=[part.media for message in sample.messages for part in message.parts if part.media is not None],
             routed_experts=sample.routed_experts,
         )
-        return self._worker.sample_record(
-            "advantage.samples", ready, prompt_group_id=sample.prompt_group_id, policy_version=sample.policy_version
-        )
+        return self._worker.sample_record("advantage.samples", ready, prompt_group_id=sample.prompt_group_id, policy_version=sample.policy_version)
 
     def _end(self, group: JoinedGroup, outcome: Outcome, reason: str, *, mean_reward: float | None = None) -> None:
         self._worker.producer.send(
@@ -209,3 +224,12 @@ class AdvantageLoop:
         for offset in offsets:
             self._join.drop_partition(offset.topic, offset.partition)
             self._committed.pop((offset.topic, offset.partition), None)
+
+
+def _evaluated(group: JoinedGroup, sample: SampleRolledOut, evaluator: str) -> Array | None:
+    found = group.evaluations.get(evaluator, {}).get(sample.sample_id)
+    return None if found is None else found.values
+
+
+def _plain(values: Array | None, sample: SampleRolledOut) -> NDArray[np.generic] | None:
+    return None if values is None else dense(values, what=f"sample {sample.sample_id}: log-probabilities")

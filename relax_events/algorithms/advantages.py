@@ -1,9 +1,22 @@
-"""Advantages from rewards. Needs numpy alone, so that the advantage worker stays light."""
+"""Advantages from rewards, one for each sample of a prompt group. Needs numpy alone, so that the advantage worker stays light."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
 import numpy as np
-from jaxtyping import Float, Float32
+from jaxtyping import Float, Float32, Float64
+
+from relax_events.errors import RewardError
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRewards:
+    """The rewards of a prompt group's samples: the one that counts, and what it was put together from, by name."""
+
+    total: Float64[np.ndarray, " samples"]
+    components: Mapping[str, Float64[np.ndarray, " samples"]] = field(default_factory=dict)
 
 
 def group_advantages(
@@ -27,9 +40,72 @@ def group_advantages(
     if not (finite := np.isfinite(values).all(axis=1)).all():
         row = int(np.argmin(finite))
         raise ValueError(f"rewards must be finite, got {rewards[row].tolist()} in row {row}; drop that prompt group or mend its reward function")
-    centred = values - values.mean(axis=1, keepdims=True)
+    advantages: Float32[np.ndarray, "prompt_groups samples"] = _normalised(values, normalise_std=normalise_std, eps=eps).astype(np.float32)
+    return advantages
+
+
+def _normalised(
+    values: Float64[np.ndarray, "prompt_groups samples"], *, normalise_std: bool, eps: float = 1e-6
+) -> Float64[np.ndarray, "prompt_groups samples"]:
+    centred: Float64[np.ndarray, "prompt_groups samples"] = values - values.mean(axis=1, keepdims=True)
     centred[(values == values[:, :1]).all(axis=1)] = 0.0
     if normalise_std and values.shape[1] > 1:
         centred /= values.std(axis=1, ddof=1, keepdims=True) + eps
-    advantages: Float32[np.ndarray, "prompt_groups samples"] = centred.astype(np.float32)
+    return centred
+
+
+def centred_and_scaled(rewards: GroupRewards, *, normalise_std: bool) -> Float64[np.ndarray, " samples"]:
+    """Centre a prompt group's rewards, and divide them by their standard deviation if wanted; see `group_advantages`."""
+    advantages: Float64[np.ndarray, " samples"] = _normalised(rewards.total[None], normalise_std=normalise_std)[0]
+    return advantages
+
+
+def centred(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
+    """Take the prompt group's mean off each reward (REINFORCE++ with baseline).
+
+    Source: REINFORCE++ (arXiv 2501.03262).
+    """
+    return centred_and_scaled(rewards, normalise_std=False)
+
+
+def as_rewarded(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
+    """Give the rewards as they are (REINFORCE++): the baseline is the step's mean.
+
+    Source: REINFORCE++ (arXiv 2501.03262).
+    """
+    return rewards.total.copy()
+
+
+def leave_one_out(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
+    """Take the mean reward of the other samples off each reward (RLOO); exact zeros where all are equal.
+
+    Raises:
+        RewardError: The sample has no others.
+    Source: RLOO: Back to basics (arXiv 2402.14740).
+    """
+    num_samples = len(rewards.total)
+    if num_samples < 2:
+        raise RewardError("a leave-one-out baseline needs at least 2 samples of a prompt, got 1; set run.samples_per_prompt")
+    return centred(rewards) * (num_samples / (num_samples - 1))
+
+
+def decoupled(rewards: GroupRewards, *, normalise_std: bool, reward_weights: Mapping[str, float]) -> Float64[np.ndarray, " samples"]:
+    """Normalise each reward component within the prompt group by itself, and sum them by their weights (GDPO).
+
+    Args:
+        rewards: With components.
+        normalise_std: Divide each component by its standard deviation.
+        reward_weights: By component; empty for all that there are, with weight 1.
+    Raises:
+        RewardError: There are no components, or not one that has a weight.
+    Source: GDPO (arXiv 2601.05242), section 3; its normalisation over the step is the trainer's.
+    """
+    if not rewards.components:
+        raise RewardError("there are no reward components to normalise apart; return a dict of them, or take another algorithm")
+    weights = reward_weights or dict.fromkeys(rewards.components, 1.0)
+    if missing := sorted(weights.keys() - rewards.components.keys()):
+        there = ", ".join(sorted(rewards.components))
+        raise RewardError(f"algorithm.reward_weights names {missing[0]!r}, which is no component of the reward; there are {there}")
+    rows = np.stack([rewards.components[name] for name in weights])
+    advantages: Float64[np.ndarray, " samples"] = np.array(list(weights.values())) @ _normalised(rows, normalise_std=normalise_std)
     return advantages

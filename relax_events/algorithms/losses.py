@@ -1,26 +1,44 @@
-"""The policy-gradient objective on packed tokens, in a form that does not depend on how a step was cut up.
+"""Policy losses of single tokens. None knows of a batch: what a step's mean is taken over is said in `aggregation`.
 
-Every function works on the loss tokens of a micro-batch, laid end to end without padding. A step's loss is
-
-    sum over micro-batches of (token_weights * losses).sum()  /  sum over micro-batches of num_units
-
-so micro-batches, packs and ranks add up to the same number in whatever way the samples lay.
+Every function takes the loss tokens of a micro-batch, laid end to end without padding, and gives a loss for each of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Aggregation = Literal["token_mean", "sample_mean"]
-PolicyLoss = Literal["grpo", "gspo"]
-KlEstimator = Literal["k1", "k2", "k3"]
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped here before exp: e^20 is far outside any clip range, and inf * 0 in the backward pass would give NaN."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTokens:
+    """What a policy loss is computed from.
+
+    Attributes:
+        logprobs: Of the weights being trained, in nats; carries the gradient.
+        old_logprobs: Of the policy that the ratio is against, in nats.
+        advantages: Unitless.
+        num_loss_tokens: Of each sample in packed order; a sample may have none.
+    """
+
+    logprobs: Float[Tensor, " tokens"]
+    old_logprobs: Float[Tensor, " tokens"]
+    advantages: Float[Tensor, " tokens"]
+    num_loss_tokens: Int[Tensor, " samples"]
+
+    @property
+    def log_ratio(self) -> Float[Tensor, " tokens"]:
+        """Of the trained policy to the old one."""
+        return self.logprobs - self.old_logprobs
+
+    def sample_means(self, values: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
+        """Give each token the mean of the values over its sample's loss tokens."""
+        return sample_sums(values, num_loss_tokens=self.num_loss_tokens, mean=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,146 +51,130 @@ class Surrogate:
     clipped_high: Bool[Tensor, " tokens"]
 
 
-def clipped_surrogate(
-    logprobs: Float[Tensor, " tokens"],
-    *,
-    old_logprobs: Float[Tensor, " tokens"],
-    advantages: Float[Tensor, " tokens"],
-    clip_low: float,
-    clip_high: float,
-) -> Surrogate:
+def sample_sums(values: Float[Tensor, " tokens"], *, num_loss_tokens: Int[Tensor, " samples"], mean: bool = False) -> Float[Tensor, " tokens"]:
+    """Give each token the sum, or the mean, of the values over its sample's loss tokens."""
+    owners = torch.arange(len(num_loss_tokens), device=values.device).repeat_interleave(num_loss_tokens)
+    sums = values.new_zeros(len(num_loss_tokens)).index_add(0, owners, values)
+    if mean:
+        sums = sums / num_loss_tokens.clamp(min=1).to(values.dtype)
+    return sums[owners]
+
+
+def clipped(tokens: LossTokens, *, clip_low: float, clip_high: float, dual_clip: float = 0.0) -> Surrogate:
     """Compute max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A) for each token, with r = exp(logprobs - old_logprobs).
 
     A token counts as clipped only where the clipped branch is the one taken, that is where its gradient is zero.
 
     Args:
-        logprobs: Of the weights being trained, in nats; carries the gradient.
-        old_logprobs: Of the policy that the ratio is against, in nats.
-        advantages: Unitless.
+        tokens: See `LossTokens`.
         clip_low: Lower clip range, 0.2 means a ratio of 0.8.
         clip_high: Upper clip range, 0.2 means a ratio of 1.2.
+        dual_clip: Where the advantage is negative the loss is at most -dual_clip A; 0 for no such bound.
     Returns:
         Losses, and the detached ratio and clip marks.
-    Source: PPO (arXiv 1707.06347), equation 7; two ranges: DAPO (arXiv 2503.14476), section 3.1.
+    Source: PPO (arXiv 1707.06347), equation 7; two ranges: DAPO (arXiv 2503.14476), section 3.1; dual clip: arXiv 1912.09729.
     """
-    return _clipped(logprobs - old_logprobs, advantages=advantages, clip_low=clip_low, clip_high=clip_high)
+    return _clipped(tokens.log_ratio, advantages=tokens.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 
 
-def clipped_sequence_surrogate(
-    logprobs: Float[Tensor, " tokens"],
-    *,
-    old_logprobs: Float[Tensor, " tokens"],
-    advantages: Float[Tensor, " tokens"],
-    num_loss_tokens: Int[Tensor, " samples"],
-    clip_low: float,
-    clip_high: float,
-) -> Surrogate:
+def clipped_sequence(tokens: LossTokens, *, clip_low: float, clip_high: float, dual_clip: float = 0.0) -> Surrogate:
     """Compute the same with one ratio for each sample: s = exp(mean over its loss tokens of logprobs - old_logprobs) (GSPO).
 
     Every loss token of a sample carries the sample's loss, so that with `sample_mean` each sample counts once, as in the paper. The
     whole sample is clipped or none of it. As s moves far less than the ratio of a token, its clip ranges are around 3e-4 and 4e-4.
 
     Args:
-        logprobs: Of the weights being trained, in nats; carries the gradient.
-        old_logprobs: Of the policy that the ratio is against, in nats.
-        advantages: Unitless, the same at all tokens of a sample.
-        num_loss_tokens: Of each sample in packed order; a sample may have none.
+        tokens: See `LossTokens`; the advantages are the same at all tokens of a sample.
         clip_low: Lower clip range, 3e-4 means a ratio of 0.9997.
         clip_high: Upper clip range, 4e-4 means a ratio of 1.0004.
+        dual_clip: As in `clipped`.
     Returns:
-        As `clipped_surrogate`.
+        As `clipped`.
     Source: GSPO (arXiv 2507.18071), equations 5 and 7; clip ranges: section 5.1.
     """
-    log_ratio = logprobs - old_logprobs
-    owners = torch.arange(len(num_loss_tokens), device=log_ratio.device).repeat_interleave(num_loss_tokens)
-    sums = log_ratio.new_zeros(len(num_loss_tokens)).index_add(0, owners, log_ratio)
-    means = sums / num_loss_tokens.clamp(min=1).to(log_ratio.dtype)
-    return _clipped(means[owners], advantages=advantages, clip_low=clip_low, clip_high=clip_high)
+    means = tokens.sample_means(tokens.log_ratio)
+    return _clipped(means, advantages=tokens.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 
 
-def _clipped(log_ratio: Float[Tensor, " tokens"], *, advantages: Float[Tensor, " tokens"], clip_low: float, clip_high: float) -> Surrogate:
+def clipped_sequence_by_token(tokens: LossTokens, *, clip_low: float, clip_high: float, dual_clip: float = 0.0) -> Surrogate:
+    """Compute the same with GSPO's ratio for a value, but with each token's own gradient, so that advantages may differ within a sample.
+
+    Args:
+        tokens: See `LossTokens`.
+        clip_low: As in `clipped_sequence`.
+        clip_high: As in `clipped_sequence`.
+        dual_clip: As in `clipped`.
+    Returns:
+        As `clipped`.
+    Source: GSPO (arXiv 2507.18071), section 4.3 (GSPO-token).
+    """
+    log_ratio = tokens.sample_means(tokens.log_ratio).detach() + tokens.logprobs - tokens.logprobs.detach()
+    return _clipped(log_ratio, advantages=tokens.advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+
+
+def _clipped(
+    log_ratio: Float[Tensor, " tokens"], *, advantages: Float[Tensor, " tokens"], clip_low: float, clip_high: float, dual_clip: float
+) -> Surrogate:
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    unclipped = -ratio * advantages
-    losses = torch.maximum(unclipped, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    losses = torch.maximum(-ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    if dual_clip:
+        losses = torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
     ratio = ratio.detach()
+    high = (ratio > 1 + clip_high) & (advantages > 0)
     return Surrogate(
         losses=losses,
         ratio=ratio,
         clipped_low=(ratio < 1 - clip_low) & (advantages < 0),
-        clipped_high=(ratio > 1 + clip_high) & (advantages > 0),
+        clipped_high=high | ((ratio > dual_clip) & (advantages < 0)) if dual_clip else high,
     )
 
 
-def policy_surrogate(
-    logprobs: Float[Tensor, " tokens"],
-    *,
-    name: PolicyLoss,
-    old_logprobs: Float[Tensor, " tokens"],
-    advantages: Float[Tensor, " tokens"],
-    num_loss_tokens: Int[Tensor, " samples"],
-    clip_low: float,
-    clip_high: float,
-) -> Surrogate:
-    """Compute the policy loss of an algorithm by name; see `clipped_surrogate` and `clipped_sequence_surrogate` for the arguments."""
-    if name == "gspo":
-        return clipped_sequence_surrogate(
-            logprobs,
-            old_logprobs=old_logprobs,
-            advantages=advantages,
-            num_loss_tokens=num_loss_tokens,
-            clip_low=clip_low,
-            clip_high=clip_high,
-        )
-    return clipped_surrogate(logprobs, old_logprobs=old_logprobs, advantages=advantages, clip_low=clip_low, clip_high=clip_high)
+def soft_gated(tokens: LossTokens, *, gate_positive: float, gate_negative: float) -> Surrogate:
+    """Compute -(4 / tau) sigmoid(tau (r - 1)) A: a gradient that fades smoothly as the ratio leaves 1 (SAPO).
 
-
-def kl_estimate(logprobs: Float[Tensor, " tokens"], *, base_logprobs: Float[Tensor, " tokens"], estimator: KlEstimator) -> Float[Tensor, " tokens"]:
-    """Estimate KL(policy || base) from one drawn token: with d = logprobs - base_logprobs, k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
-
-    k1 is unbiased and may be negative; k2 is biased with low variance; k3 is unbiased, never negative.
+    A token counts as clipped where the gate passes less than half of the gradient that it has at r = 1.
 
     Args:
-        logprobs: Of the policy that drew the tokens, in nats.
-        base_logprobs: Of the distribution compared with, in nats.
-        estimator: Which of the three.
+        tokens: See `LossTokens`.
+        gate_positive: Temperature tau where the advantage is positive.
+        gate_negative: Temperature tau elsewhere; higher fades faster.
     Returns:
-        The estimate at each token, in nats.
-    Source: J. Schulman, Approximating KL divergence (joschu.net/blog/kl-approx.html).
+        As `clipped`.
+    Source: SAPO (arXiv 2511.20347), section 3.
     """
-    difference = logprobs - base_logprobs
-    if estimator == "k1":
-        return difference
-    if estimator == "k2":
-        return difference.square() / 2
-    return (-difference).clamp(max=MAX_LOG_RATIO).exp() - 1 + difference
+    ratio = tokens.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    is_positive = tokens.advantages > 0
+    temperatures = torch.where(is_positive, torch.full_like(ratio, gate_positive), torch.full_like(ratio, gate_negative))
+    gate = torch.sigmoid(temperatures * (ratio - 1))
+    losses = -4 / temperatures * gate * tokens.advantages
+    ratio = ratio.detach()
+    faded = 4 * (gate * (1 - gate)).detach() < 0.5
+    return Surrogate(losses=losses, ratio=ratio, clipped_low=faded & (ratio < 1), clipped_high=faded & (ratio > 1))
 
 
-def token_weights(
-    num_loss_tokens: Int[Tensor, " samples"], *, aggregation: Aggregation, dtype: torch.dtype = torch.float32
-) -> Float[Tensor, " tokens"]:
-    """Give the raw weight of each loss token: 1 for `token_mean`, 1 / (loss tokens of its sample) for `sample_mean`.
+def clipped_weight(tokens: LossTokens, *, clip_low: float, clip_high: float) -> Surrogate:
+    """Compute -w A logprobs with the weight w = clip(r, 1 - clip_low, 1 + clip_high), which carries no gradient (CISPO).
 
-    Divide the weighted sum over a whole step by the sum of `num_units` over the step, never by a micro-batch's own.
+    The weight is clipped alike for either sign of the advantage, and no token loses its gradient.
 
     Args:
-        num_loss_tokens: Of each sample in packed order; a sample may have none.
-        aggregation: How the step's mean is taken.
-        dtype: Of the weights.
+        tokens: See `LossTokens`.
+        clip_low: Lower clip range; 1 for none.
+        clip_high: Upper clip range, 4 means a weight of at most 5.
     Returns:
-        Unnormalised weights, in packed order.
+        As `clipped`; the marks say where the weight was clipped.
+    Source: MiniMax-M1 (arXiv 2506.13585), equations 4 and 5.
     """
-    if aggregation == "token_mean":
-        return torch.ones(int(num_loss_tokens.sum()), dtype=dtype, device=num_loss_tokens.device)
-    return (1 / num_loss_tokens.clamp(min=1).to(dtype)).repeat_interleave(num_loss_tokens)
+    ratio = tokens.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    losses = -ratio.clamp(1 - clip_low, 1 + clip_high) * tokens.advantages * tokens.logprobs
+    return Surrogate(losses=losses, ratio=ratio, clipped_low=ratio < 1 - clip_low, clipped_high=ratio > 1 + clip_high)
 
 
-def num_units(num_loss_tokens: Int[Tensor, " samples"], *, aggregation: Aggregation) -> int:
-    """Count what the step's mean is over: loss tokens for `token_mean`, samples that have any for `sample_mean`.
+def plain_gradient(tokens: LossTokens) -> Surrogate:
+    """Compute -A logprobs, whose gradient is REINFORCE's; the ratio is only reported.
 
-    Args:
-        num_loss_tokens: Of each sample.
-        aggregation: How the step's mean is taken.
-    Returns:
-        This part's share of the step's normaliser.
+    Source: RLOO: Back to basics (arXiv 2402.14740).
     """
-    return int(num_loss_tokens.sum() if aggregation == "token_mean" else (num_loss_tokens > 0).sum())
+    ratio = tokens.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    none = torch.zeros_like(ratio, dtype=torch.bool)
+    return Surrogate(losses=-tokens.advantages * tokens.logprobs, ratio=ratio, clipped_low=none, clipped_high=none)

@@ -192,7 +192,7 @@ def replay(
 ) -> int:
     """Train again on the rollouts that a run's log holds, as they were or with other settings; nothing is generated.
 
-    Example: relax runs replay quickstart quickstart-gspo algorithm.name=gspo algorithm.aggregation=sample_mean
+    Example: relax runs replay quickstart quickstart-gspo algorithm.name=gspo
 
     Args:
         source: The run whose rollouts and weights are taken.

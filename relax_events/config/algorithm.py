@@ -2,32 +2,180 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from relax_events.config.algorithm_spec import AlgorithmSpec, find_algorithm
 from relax_events.config.base import Section
+from relax_events.errors import ConfigError
+
+NOT_SHARED = ("normalise_std", "reward_weights", "clip_low", "clip_high", "dual_clip", "gate_positive", "gate_negative")
+"""Settings that only some algorithms have; those of the others are null."""
+CORRECTION_RANGES = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mask": (0.5, 2.0)}
+"""What the corrections with a range take when the run file names none."""
+
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
 
 
 class AlgorithmConfig(Section):
-    """The policy-gradient objective."""
+    """The policy-gradient objective. What is left out is as the algorithm's own paper has it, see [algorithms](algorithms.md); the defaults
+    below are grpo's. A setting that the algorithm does not use is refused, and null in what a run says of itself.
+    """
 
-    name: Literal["grpo", "gspo"] = "grpo"
-    """Advantage and loss family. `grpo` has a ratio for each token; `gspo` one for each sample, with `aggregation = "sample_mean"` and
-    clip ranges around 3e-4 and 4e-4."""
-    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """The probability ratio is clipped below at 1 - clip_low."""
-    clip_high: Annotated[float, Field(ge=0)] = 0.2
-    """The probability ratio is clipped above at 1 + clip_high."""
-    normalise_std: bool = True
-    """Divide centred rewards by the group's standard deviation."""
-    aggregation: Literal["token_mean", "sample_mean"] = "token_mean"
-    """Mean over all tokens of the step, or over tokens of a sample first and then over samples."""
-    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL estimate against the reference model; above 0 the reference role is needed."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimators of KL(policy || reference)."""
-    old_logprobs: Literal["rollout", "actor"] = "rollout"
-    """Whose log-probabilities stand below the ratio: the engine's, or the actor-forward role's."""
+    name: str = "grpo"
+    """Installed algorithm, or `path/to/file.py:NAME`; `relax algorithms list` prints those that are installed."""
+    normalise_std: bool | None = True
+    """Divide centred rewards by the prompt group's standard deviation."""
+    reward_weights: dict[str, float] | None = None
+    """Weight of each reward component, where they are normalised apart; empty takes all that there are, with weight 1."""
+    overlong_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of `engine.sampling.max_new_tokens` over which a completion's reward falls linearly; 0 for no such penalty."""
+    overlong_penalty: NonNegative = 1.0
+    """By how much the reward has fallen at `engine.sampling.max_new_tokens`."""
     filter_uniform_rewards: bool = False
     """Drop prompt groups whose rewards are all equal and issue others in their place (dynamic sampling)."""
+    whiten_advantages: Literal["none", "tokens", "samples"] = "none"
+    """Give a step's advantages mean 0 and deviation 1, over its loss tokens or over its samples. The trainer then waits for the whole
+    step before its first backward pass."""
+    clip_low: Annotated[float, Field(ge=0, le=1)] | None = 0.2
+    """The probability ratio is clipped below at 1 - clip_low."""
+    clip_high: NonNegative | None = 0.2
+    """The probability ratio is clipped above at 1 + clip_high."""
+    dual_clip: NonNegative | None = 0.0
+    """Bound, above 1, of the ratio by which a loss with negative advantage may grow; 0 for none."""
+    gate_positive: Positive | None = None
+    """Temperature of the soft gate where the advantage is positive."""
+    gate_negative: Positive | None = None
+    """Temperature of the soft gate where it is not."""
+    aggregation: Literal["token_mean", "sample_mean", "constant_length"] = "token_mean"
+    """Mean over all tokens of the step; over tokens of a sample first and then over samples; or the sum over a sample's tokens divided
+    by `length_normaliser`, and then the mean over samples."""
+    length_normaliser: Annotated[int, Field(ge=0)] = 0
+    """Tokens by which `constant_length` divides; 0 takes `engine.sampling.max_new_tokens`."""
+    kl_coefficient: NonNegative = 0.0
+    """Weight of the KL estimate against the reference model; above 0 the reference role is needed."""
+    kl_estimator: Literal["k1", "k2", "k3", "low_variance"] = "k3"
+    """Schulman's estimators of KL(policy || reference); `low_variance` is k3 kept within -10 and 10."""
+    kl_placement: Literal["loss", "reward"] = "loss"
+    """Whether the KL estimate is a term of the loss, or taken off the reward."""
+    kl_unbiased: bool = False
+    """Multiply the loss's KL estimate by the ratio of the policy to the one that drew the tokens, which makes its gradient unbiased."""
+    entropy_coefficient: NonNegative = 0.0
+    """Weight of the bonus for the policy's entropy."""
+    old_logprobs: Literal["rollout", "actor", "trainer"] = "rollout"
+    """Whose log-probabilities stand below the ratio: the engine's; the actor-forward role's; or those of the weights before the step, as
+    the trainer finds them itself: then the ratio is 1, and a correction takes over what engine and trainer differ by."""
+    correction: Literal["none", "decoupled", "tis", "icepop", "mask"] = "none"
+    """What is done with w, the ratio of the old policy to the engine's: multiply the policy loss by it (`decoupled`), by w kept within a
+    range (`tis`), by w where it lies in the range and else by 0 (`icepop`), or by 1 and 0 likewise (`mask`)."""
+    correction_level: Literal["token", "sequence", "sequence_mean"] = "token"
+    """Whether w is a token's, or one for the whole sample: the product over its tokens, or their geometric mean."""
+    correction_low: NonNegative | None = None
+    """Lower end of the range; 0 for tis, 0.5 for icepop and mask when left out."""
+    correction_high: NonNegative | None = None
+    """Upper end of the range; 2 for tis and mask, 5 for icepop when left out."""
+    opsm_threshold: NonNegative = 0.0
+    """Samples with negative advantage that are so far, in nats a token, below what the engine gave them carry no gradient; 0 for none."""
+    m2_threshold: NonNegative = 0.0
+    """The tokens farthest from the engine's policy carry no gradient, until the mean square of the log-ratio over the step's others is
+    at most this; 0 for none, the paper takes 0.04. It takes a forward pass over the whole step before the first backward pass."""
+    options: dict[str, float | int | bool | str] = Field(default_factory=dict)
+    """Settings that an algorithm of one's own declares."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_own_defaults(cls, given: Any) -> Any:
+        """Lay what is given over the algorithm's own settings; what a run said of itself is whole and needs no file to be read."""
+        name = given.get("name", "grpo") if isinstance(given, Mapping) else None
+        if not isinstance(name, str) or (cls.model_fields.keys() <= given.keys() and _file_is_missing(name)):
+            return given
+        try:
+            spec = find_algorithm(name)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        unused = {key: None for key in NOT_SHARED if key not in spec.settings}
+        _refuse_unknown(spec)
+        _refuse_unused(spec, given, unused)
+        tree = unused | dict(spec.settings) | {key: value for key, value in given.items() if value is not None}
+        return tree | {"options": dict(spec.options) | dict(given.get("options") or {})} | _correction_range(tree)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> AlgorithmConfig:
+        if self.correction != "none" and self.old_logprobs == "rollout":
+            rule = f"correction = {self.correction!r} weighs the old policy against the engine's"
+            raise ValueError(f"{rule}, but old_logprobs = 'rollout' makes them the same; set old_logprobs to actor or trainer")
+        if self.correction_low is not None and self.correction_high is not None and self.correction_low > self.correction_high:
+            raise ValueError(f"correction_low must be at most correction_high = {self.correction_high}, got {self.correction_low}")
+        if self.dual_clip is not None and 0 < self.dual_clip <= 1:
+            raise ValueError(f"dual_clip must be above 1, or 0 for none, got {self.dual_clip}; the paper takes 3")
+        if self.kl_unbiased and self.kl_placement == "reward":
+            raise ValueError("kl_unbiased = true mends the gradient of a KL estimate in the loss; set kl_placement = 'loss'")
+        return self
+
+    @property
+    def spec(self) -> AlgorithmSpec:
+        """The algorithm that the settings are of.
+
+        Raises:
+            ConfigError: It is not here; the text says what is missing.
+        """
+        return find_algorithm(self.name)
+
+    @property
+    def has_loss_kl(self) -> bool:
+        """Whether the loss has a KL term."""
+        return self.kl_coefficient > 0 and self.kl_placement == "loss"
+
+    @property
+    def has_reward_kl(self) -> bool:
+        """Whether the reward is lessened by a KL estimate."""
+        return self.kl_coefficient > 0 and self.kl_placement == "reward"
+
+    @property
+    def needs_whole_step(self) -> bool:
+        """Whether the trainer must know a step's samples before it can train the first of them."""
+        return self.whiten_advantages != "none" or self.m2_threshold > 0
+
+    def keywords(self, names: tuple[str, ...]) -> dict[str, Any]:
+        """Return settings by name, as an algorithm's functions take them."""
+        return {name: self.options[name] if name in self.options else getattr(self, name) for name in names}
+
+
+def _file_is_missing(name: str) -> bool:
+    path = name.rpartition(":")[0]
+    return path.endswith(".py") and not Path(path).is_file()
+
+
+def _refuse_unknown(spec: AlgorithmSpec) -> None:
+    """Refuse a spec that names what is no setting, before a function of its asks for it."""
+    for name in (*spec.settings, *spec.excluded, *spec.advantage_settings, *spec.loss_settings):
+        if name not in AlgorithmConfig.model_fields and name not in spec.options:
+            raise ValueError(f"the spec of {spec.name} names {name!r}, which is neither a setting nor one of its options; mend the spec")
+
+
+def _refuse_unused(spec: AlgorithmSpec, given: Mapping[str, Any], unused: Mapping[str, None]) -> None:
+    for key in unused:
+        if given.get(key) is not None:
+            uses = ", ".join(name for name in NOT_SHARED if name not in unused) or "none of its kind"
+            raise ValueError(f"{key} = {given[key]!r} is not used by {spec.name}, which has {uses}; leave {key} out")
+    for key, reason in spec.excluded.items():
+        if given.get(key, inert := AlgorithmConfig.model_fields[key].default) != inert:
+            raise ValueError(f"{key} = {given[key]!r} is not for {spec.name}: {reason}; leave {key} out")
+    for key in given.get("options") or {}:
+        if key not in spec.options:
+            raise ValueError(f"options.{key} is not an option of {spec.name}, which has {', '.join(spec.options) or 'none'}; leave it out")
+
+
+def _correction_range(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in the range of the correction; refuse one where the correction has none."""
+    kind, keys = tree.get("correction", "none"), ("correction_low", "correction_high")
+    if kind in CORRECTION_RANGES:
+        return {key: usual if tree.get(key) is None else tree[key] for key, usual in zip(keys, CORRECTION_RANGES[kind], strict=True)}
+    for key in keys:
+        if tree.get(key) is not None:
+            raise ValueError(f"{key} = {tree[key]!r} is not used by correction = {kind!r}, which has no range; leave {key} out")
+    return {}

@@ -144,7 +144,7 @@ class RunConfig(Section):
     objects: ObjectsConfig = ObjectsConfig()
     engine: EngineConfig = EngineConfig()
     reward: RewardConfig = RewardConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = TrainerConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     source: SourceSection = SourceSection()

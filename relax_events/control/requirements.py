@@ -7,6 +7,7 @@ import importlib.util
 import socket
 
 from relax_events.config import RunConfig
+from relax_events.config.algorithm_spec import find_algorithm
 from relax_events.errors import ConfigError, EnvironmentProblem
 from relax_events.plugins import ENGINES, ROLES, TRAINER_BACKENDS, find_plugin
 
@@ -16,7 +17,7 @@ MAX_PORT = 65_535
 
 
 def require_roles(config: RunConfig) -> str:
-    """Return the roles with their numbers, once every role, engine and backend that the run names is installed.
+    """Return the roles with their numbers, once every role, engine, backend and algorithm that the run names is installed.
 
     Raises:
         ConfigError: One is not; the text names its key and those that are.
@@ -25,6 +26,7 @@ def require_roles(config: RunConfig) -> str:
         find_plugin(ROLES, role, what=f"role {role!r}")
     find_plugin(ENGINES, config.engine.name, what=f"engine.name = {config.engine.name!r}")
     find_plugin(TRAINER_BACKENDS, config.trainer.backend, what=f"trainer.backend = {config.trainer.backend!r}")
+    find_algorithm(config.algorithm.name)
     return ", ".join(f"{role} x {count}" for role, count in config.roles().items())
 
 

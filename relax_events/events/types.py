@@ -262,6 +262,7 @@ class SampleReady:
     ref_logprobs: Array | None = None
     advantages: Array
     reward: float
+    components: dict[str, float] = field(default_factory=dict)
     temperature: float
     num_prompt_tokens: int
     finish_reason: FinishReason

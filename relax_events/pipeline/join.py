@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from relax_events.broker.records import Record
+from relax_events.errors import RewardError
 from relax_events.events.types import SampleEvaluated, SampleRolledOut, SampleScored, TopicOffset
 
 Key = tuple[str, int]
@@ -41,6 +42,17 @@ class JoinedGroup:
             and (not needs_scores or self.scores.keys() >= self.samples.keys())
             and all(self.evaluations.get(name, {}).keys() >= self.samples.keys() for name in evaluators)
         )
+
+    def reward_of(self, sample: SampleRolledOut) -> float:
+        """Return the reward of a sample that was scored.
+
+        Raises:
+            RewardError: Scoring it failed.
+        """
+        score = self.scores[sample.sample_id]
+        if score.reward is None:
+            raise RewardError(f"sample {sample.sample_id} has no reward: {score.error or 'none was given'}")
+        return score.reward
 
     def ordered_samples(self) -> list[SampleRolledOut]:
         """Return the samples by their index."""

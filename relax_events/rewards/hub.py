@@ -8,14 +8,13 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any, Protocol
 
 from pydantic import ConfigDict, ValidationError, create_model
 
 from relax_events.errors import ConfigError
-from relax_events.plugins import REWARDS, find_plugin
+from relax_events.plugins import FUNCTION, REWARDS, find_plugin, installed
 from relax_events.rewards.declaring import facts_of
 from relax_events.rewards.versions import reward_digest
 
@@ -65,7 +64,7 @@ class RewardOption:
 
 def reward_names() -> list[str]:
     """Return the names of all installed rewards."""
-    return sorted(entry.name for entry in entry_points(group=REWARDS))
+    return sorted(installed(REWARDS))
 
 
 def load_reward(name: str, *, options: Mapping[str, Any] | None = None, weights: Mapping[str, float] | None = None) -> LoadedReward:
@@ -97,7 +96,7 @@ def find_function(name: str) -> tuple[Callable[..., Any], ModuleType]:
     Raises:
         ConfigError: There is no such name, file or function, or the file fails to load.
     """
-    function = find_plugin(REWARDS, name, what=f"reward.function = {name!r}", kind="function").load()
+    function = find_plugin(REWARDS, name, what=f"reward.function = {name!r}", accepts=FUNCTION).load()
     if not inspect.isfunction(function):
         raise ConfigError(f"reward.function = {name!r} is a {type(function).__name__}; it must be a function, defined by def or async def")
     return function, sys.modules[function.__module__]

@@ -56,13 +56,14 @@ class PolicyModel:
         self._require_linear_head(path)
         self.shares_rows = self._keeps_neighbours_apart()
 
-    def token_logprobs(self, batch: PackedBatch) -> TokenLogprobs:
+    def token_logprobs(self, batch: PackedBatch, *, entropy_gradient: bool = False) -> TokenLogprobs:
         """Run a micro-batch and give the tempered log-probabilities at its loss tokens.
 
         Only the hidden states that predict a loss token go through the head, so prompts cost no logits.
 
         Args:
             batch: From `packing.pack`, with this model's `vocab_size` and `shares_rows`.
+            entropy_gradient: Let the entropies carry a gradient.
         """
         input_ids, position_ids, positions, targets, temperatures = (
             torch.from_numpy(array).to(self.device)
@@ -74,10 +75,10 @@ class PolicyModel:
             num_tokens, missing = len(targets), -len(targets) % HEAD_ROWS
             hidden = torch.nn.functional.pad(hidden, (0, 0, 0, missing))
             targets, temperatures = (torch.nn.functional.pad(values, (0, missing), value=1) for values in (targets, temperatures))
-            logprobs, entropies = self._head_logprobs(hidden, targets, temperatures)
+            logprobs, entropies = self._head_logprobs(hidden, targets, temperatures, entropy_gradient)
             return TokenLogprobs(logprobs[:num_tokens], entropies[:num_tokens])
         pieces = zip(hidden.split(chunk), targets.split(chunk), temperatures.split(chunk), strict=True)
-        parts = [checkpoint(self._head_logprobs, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+        parts = [checkpoint(self._head_logprobs, *piece, entropy_gradient, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
         return TokenLogprobs(torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
 
     def _hidden(self, input_ids: Int[Tensor, "rows length"], position_ids: Int[Tensor, "rows length"]) -> Float[Tensor, "rows length hidden"]:
@@ -86,12 +87,16 @@ class PolicyModel:
         return hidden
 
     def _head_logprobs(
-        self, hidden: Float[Tensor, "tokens hidden"], targets: Int[Tensor, " tokens"], temperatures: Float[Tensor, " tokens"]
+        self,
+        hidden: Float[Tensor, "tokens hidden"],
+        targets: Int[Tensor, " tokens"],
+        temperatures: Float[Tensor, " tokens"],
+        entropy_gradient: bool,
     ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
         logits = self._head(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]
         logprobs = logits.log_softmax(-1)
-        with torch.no_grad():
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropies = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(-1, targets[:, None])[:, 0], entropies
 

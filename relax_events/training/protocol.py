@@ -22,7 +22,9 @@ class StepFigures:
     """Figures of one train step over all ranks. Means are over loss tokens, save those that the algorithm's aggregation rules.
 
     `mismatch_*` compares the engine's log-probabilities with the trainer's: at staleness 0 it shows engine and trainer disagreeing on the
-    same weights, beyond that also how far the policy has moved.
+    same weights, beyond that also how far the policy has moved. `effective_sample_ratio` is what is left of the loss tokens when each
+    is weighed by the ratio of the two: 1 on-policy. `correction_*` are the weights of the algorithm's correction, 1 without one, and the
+    share of tokens outside its range; `masked_fraction` of the tokens carry no policy gradient because of it or of a mask.
     """
 
     loss: float
@@ -34,7 +36,12 @@ class StepFigures:
     clip_fraction: float
     mean_ratio: float
     mismatch_kl: float
+    mismatch_mean_abs: float
     mismatch_max_abs: float
+    effective_sample_ratio: float
+    correction_mean: float
+    correction_clip_fraction: float
+    masked_fraction: float
     grad_norm: float
     learning_rate: float
     num_loss_tokens: int
@@ -88,6 +95,8 @@ class TrainerBackend(Protocol):
 
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Run forward and backward on a micro-batch, adding unnormalised gradients and figures to the step's.
+
+        Where the algorithm needs to know the whole step first, the micro-batch is kept, and run by `step`.
 
         Raises:
             PoisonSample: A sample can't be trained on; nothing was added, and the rest of the step is unharmed.

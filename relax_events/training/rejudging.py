@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from relax_events.algorithms.advantages import group_advantages
+from relax_events.algorithms.judging import Judge, RewardedSample
 from relax_events.broker.consumer import LogReader
 from relax_events.config import AlgorithmConfig
-from relax_events.errors import ConfigError, CorruptRecord, SchemaError
+from relax_events.errors import ConfigError, CorruptRecord, RewardError, SchemaError
 from relax_events.events.codec import EventCodec
 from relax_events.events.tensors import dense
 from relax_events.events.types import SampleReady, SampleScored
@@ -19,26 +21,35 @@ from relax_events.training.assembly import PlacedSample
 
 def needs_advantages(recorded: AlgorithmConfig, wanted: AlgorithmConfig) -> bool:
     """Tell whether the recorded advantages are not those that this algorithm would have computed."""
-    return (recorded.name, recorded.normalise_std) != (wanted.name, wanted.normalise_std)
+    return _judgement(recorded) != _judgement(wanted)
+
+
+def _judgement(algorithm: AlgorithmConfig) -> tuple[Any, ...]:
+    """Return the settings that advantages depend on; what the trainer itself does to them is not among these."""
+    kl = (algorithm.kl_coefficient, algorithm.kl_estimator, algorithm.old_logprobs) if algorithm.has_reward_kl else ()
+    shaping = (algorithm.overlong_ratio, algorithm.overlong_penalty) if algorithm.overlong_ratio else ()
+    return algorithm.name, algorithm.normalise_std, algorithm.reward_weights, algorithm.options, shaping, kl
 
 
 class Rejudging:
     """Computes the advantages of whole prompt groups anew, from the recorded rewards or from others.
 
     Args:
-        algorithm: Says how rewards are normalised.
-        rewards: By sample id, in place of the recorded ones; None keeps those.
+        algorithm: Says how.
+        max_new_tokens: Longest possible completion.
+        rewards: By sample id, in place of the recorded ones; None keeps those. They come without components.
         scores: What these rewards are called, for errors.
     """
 
-    def __init__(self, algorithm: AlgorithmConfig, *, rewards: Mapping[str, float] | None = None, scores: str = "") -> None:
-        self._normalise_std, self._rewards, self._scores = algorithm.normalise_std, rewards, scores
+    def __init__(self, algorithm: AlgorithmConfig, *, max_new_tokens: int, rewards: Mapping[str, float] | None = None, scores: str = "") -> None:
+        self._algorithm, self._rewards, self._scores = algorithm, rewards, scores
+        self._judge = Judge(algorithm, max_new_tokens=max_new_tokens)
 
     def __call__(self, placed: list[PlacedSample]) -> list[PlacedSample]:
         """Return the samples, in the same order, with their new rewards and advantages.
 
         Raises:
-            ConfigError: A sample has no such score.
+            ConfigError: A sample has no such score, or was recorded without what the algorithm needs.
         """
         groups: dict[str, list[SampleReady]] = {}
         for item in placed:
@@ -48,13 +59,29 @@ class Rejudging:
 
     def _judged(self, members: Sequence[SampleReady]) -> list[SampleReady]:
         ordered = sorted(members, key=lambda sample: sample.sample_index)
-        rewards = np.array([[self._reward(sample) for sample in ordered]], np.float64)
-        advantages = group_advantages(rewards, normalise_std=self._normalise_std)[0]
-        judged = []
-        for sample, reward, advantage in zip(ordered, rewards[0], advantages, strict=True):
-            loss_mask = dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask")
-            judged.append(dataclasses.replace(sample, reward=float(reward), advantages=loss_mask.astype(np.float32) * np.float32(advantage)))
-        return judged
+        rewarded = [self._rewarded(sample) for sample in ordered]
+        try:
+            advantages = self._judge(rewarded)
+        except RewardError as error:
+            raise ConfigError(f"prompt group {ordered[0].prompt_group_id} can't be judged by {self._algorithm.name}: {error}") from error
+        return [
+            dataclasses.replace(sample, reward=judged.reward, advantages=values)
+            for sample, judged, values in zip(ordered, rewarded, advantages, strict=True)
+        ]
+
+    def _rewarded(self, sample: SampleReady) -> RewardedSample:
+        def array(field: str) -> NDArray[np.generic] | None:
+            value = getattr(sample, field)
+            return None if value is None else dense(value, what=f"sample {sample.sample_id}: {field}")
+
+        return RewardedSample(
+            sample_id=sample.sample_id,
+            reward=self._reward(sample),
+            components=sample.components if self._rewards is None else {},
+            loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
+            policy_logprobs=array("actor_logprobs" if self._algorithm.old_logprobs == "actor" else "rollout_logprobs"),
+            ref_logprobs=array("ref_logprobs"),
+        )
 
     def _reward(self, sample: SampleReady) -> float:
         if self._rewards is None:

@@ -50,11 +50,11 @@ def open_batches(worker: Worker, source: SourceRun, ranks: Ranks) -> RecordedBat
         ConfigError: The scores that the run file names are not there.
     """
     config = worker.config
-    judge = None
+    judge, max_new_tokens = None, config.engine.sampling.max_new_tokens
     if config.source.scores:
-        judge = Rejudging(config.algorithm, rewards=_rewards(worker, source), scores=config.source.scores)
+        judge = Rejudging(config.algorithm, max_new_tokens=max_new_tokens, rewards=_rewards(worker, source), scores=config.source.scores)
     elif needs_advantages(source.config.algorithm, config.algorithm):
-        judge = Rejudging(config.algorithm)
+        judge = Rejudging(config.algorithm, max_new_tokens=max_new_tokens)
     return RecordedBatches(worker, ranks, decode=SourceDecoder(source).sample, judge=judge)
 
 

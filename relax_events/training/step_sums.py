@@ -10,7 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from relax_events.algorithms.losses import Surrogate, kl_estimate
+from relax_events.algorithms.kl import kl_estimate
+from relax_events.algorithms.losses import MAX_LOG_RATIO
+from relax_events.algorithms.objective import ObjectiveInputs, TokenLosses
 from relax_events.errors import RunFailed
 from relax_events.training.ranks import Ranks
 
@@ -27,13 +29,19 @@ class Totals:
     clip_high: float
     ratio: float
     mismatch_kl: float
+    mismatch_abs: float
+    behaviour_ratio: float
+    behaviour_ratio_squared: float
+    correction: float
+    correction_clipped: float
+    masked: float
     num_units: float
     num_loss_tokens: float
     num_tokens: float
     num_samples: float
 
 
-NUM_DEVICE_SUMS = 8
+NUM_DEVICE_SUMS = 14
 """The first sums are computed on the device, the others are counts that the host knows."""
 
 
@@ -46,39 +54,34 @@ class MicroBatchSums:
     sample_ids: list[str]
 
 
-def sum_micro_batch(
-    *,
-    weights: Float[Tensor, " tokens"],
-    surrogate: Surrogate,
-    losses: Float[Tensor, " tokens"],
-    kl: Float[Tensor, " tokens"],
-    entropies: Float[Tensor, " tokens"],
-    mismatch: tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]],
-) -> Float[Tensor, " sums"]:
+def sum_micro_batch(tokens: TokenLosses, inputs: ObjectiveInputs) -> Float[Tensor, " sums"]:
     """Sum a micro-batch's per-token figures in float64, in the order of Totals, then the largest mismatch.
 
     Args:
-        weights: Raw token weights.
-        surrogate: The policy loss's parts.
-        losses: The whole loss at each token.
-        kl: KL estimate against the reference, 0 where there is none.
-        entropies: Of the policy.
-        mismatch: Trainer's and engine's log-probabilities.
+        tokens: What the objective gave.
+        inputs: What it was given.
     """
-    trainer_logprobs, rollout_logprobs = mismatch
+    surrogate, weights = tokens.surrogate, tokens.token_weights
+    difference = (inputs.logprobs - inputs.rollout_logprobs).detach()
+    behaviour_ratio = difference.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     rows = [
-        weights * losses,
-        weights * surrogate.losses,
-        weights * kl,
-        entropies,
+        weights * tokens.losses,
+        weights * tokens.policy_losses,
+        weights * tokens.kl,
+        inputs.entropies,
         surrogate.clipped_low,
         surrogate.clipped_high,
         surrogate.ratio,
-        kl_estimate(rollout_logprobs, base_logprobs=trainer_logprobs, estimator="k3"),
+        kl_estimate(inputs.rollout_logprobs, base_logprobs=inputs.logprobs, estimator="k3"),
+        difference.abs(),
+        behaviour_ratio,
+        behaviour_ratio.square(),
+        tokens.correction.values,
+        tokens.correction.outside,
+        tokens.masked,
     ]
     sums = torch.stack([row.detach().double().sum() for row in rows])
-    difference = (trainer_logprobs - rollout_logprobs).abs().double()
-    largest = difference.max() if len(difference) else difference.new_zeros(())
+    largest = difference.abs().double().max() if len(difference) else sums.new_zeros(())
     return torch.cat([sums, largest[None]])
 
 

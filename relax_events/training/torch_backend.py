@@ -7,19 +7,21 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from relax_events.algorithms.losses import Surrogate, kl_estimate, num_units, policy_surrogate, token_weights
+from relax_events.algorithms.objective import Objective
 from relax_events.config import RunConfig, TrainerConfig
 from relax_events.errors import RunFailed
 from relax_events.events.types import SampleReady
 from relax_events.models.causal_lm import choose_device
 from relax_events.training.flat_parameters import FlatParameters
-from relax_events.training.packing import PackedBatch, loss_values, pack
+from relax_events.training.loss_batch import LossBatch
 from relax_events.training.policy_model import PolicyModel
 from relax_events.training.protocol import Scorer, StepFigures, TrainerState
 from relax_events.training.ranks import Ranks
 from relax_events.training.step_sums import MicroBatchSums, Totals, gather_totals, sum_micro_batch
+from relax_events.training.whole_step import step_cutoff, step_whitening
 
 
 class TorchBackend:
@@ -43,7 +45,9 @@ class TorchBackend:
         torch.manual_seed(config.run.seed)
         self._model = PolicyModel(config.model.path, config=config.model, device=device, dtype=dtype)
         self._flat = FlatParameters(self._model.module, config=config.trainer)
+        self._objective = Objective(config.algorithm, max_new_tokens=config.engine.sampling.max_new_tokens)
         self._micro_batches: list[MicroBatchSums] = []
+        self._held: list[LossBatch] = []
 
     @property
     def vocab_size(self) -> int:
@@ -51,57 +55,58 @@ class TorchBackend:
         return self._model.vocab_size
 
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
-        """Run forward and backward on a micro-batch; see `TrainerBackend`."""
-        batch = pack(micro_batch, vocab_size=self._model.vocab_size, share_rows=self._model.shares_rows)
-        values = self._loss_values(micro_batch)
-        if not len(batch.targets):
+        """Run forward and backward on a micro-batch; see `TrainerBackend`. Where the algorithm needs the whole step, that waits for `step`."""
+        algorithm, model = self._config.algorithm, self._model
+        loss_batch = LossBatch.of(micro_batch, algorithm=algorithm, vocab_size=model.vocab_size, share_rows=model.shares_rows)
+        if not len(loss_batch.batch.targets):
             return
-        device_sums = self._forward_backward(batch, values)
+        if algorithm.needs_whole_step:
+            self._held.append(loss_batch)
+        else:
+            self._train(loss_batch)
+
+    def _train_held(self) -> None:
+        """Train the micro-batches that waited for their step to be whole; collective."""
+        algorithm, cutoff = self._config.algorithm, None
+        if not algorithm.needs_whole_step:
+            return
+        if algorithm.whiten_advantages != "none":
+            advantages = [(held.values["advantages"], held.batch.num_loss_tokens) for held in self._held]
+            whitening = step_whitening(advantages, over=algorithm.whiten_advantages, ranks=self._ranks)
+            self._held = [held.whitened(whitening) for held in self._held]
+        if algorithm.m2_threshold:
+            cutoff = step_cutoff(map(self._squared_log_ratios, self._held), threshold=algorithm.m2_threshold, ranks=self._ranks)
+        for held in self._held:
+            self._train(held, cutoff=cutoff)
+        self._held = []
+
+    @torch.no_grad()
+    def _squared_log_ratios(self, held: LossBatch) -> NDArray[np.float64]:
+        logprobs = self._model.token_logprobs(held.batch).logprobs.double().cpu().numpy()
+        squares: NDArray[np.float64] = np.square(logprobs - held.values["rollout"])
+        return squares
+
+    def _train(self, loss_batch: LossBatch, *, cutoff: float | None = None) -> None:
+        """Add the gradients and figures of a micro-batch to the step's."""
+        device_sums = self._forward_backward(loss_batch, cutoff)
         # The sum over all gradients is not finite from the first micro-batch on that broke one; looked at once, at the step's end.
         device_sums = torch.cat([device_sums, self._flat.gradients.sum().double()[None]])
-        num_loss_tokens = torch.from_numpy(batch.num_loss_tokens)
-        units = num_units(num_loss_tokens, aggregation=self._config.algorithm.aggregation)
-        counts = (units, len(batch.targets), batch.num_tokens, len(micro_batch))
-        self._micro_batches.append(MicroBatchSums(device_sums, counts, [sample.sample_id for sample in micro_batch]))
+        batch = loss_batch.batch
+        units = self._objective.num_units(torch.from_numpy(batch.num_loss_tokens))
+        counts = (units, len(batch.targets), batch.num_tokens, len(loss_batch.sample_ids))
+        self._micro_batches.append(MicroBatchSums(device_sums, counts, loss_batch.sample_ids))
 
-    def _loss_values(self, samples: Sequence[SampleReady]) -> dict[str, Tensor]:
-        """Bring per-token arrays to the device: `old`, `rollout`, `advantages`, and `ref` where the algorithm needs it."""
-        algorithm = self._config.algorithm
-        names = {"old": f"{algorithm.old_logprobs}_logprobs", "rollout": "rollout_logprobs", "advantages": "advantages"}
-        if algorithm.kl_coefficient > 0:
-            names["ref"] = "ref_logprobs"
-        stacked = np.stack([loss_values(samples, field) for field in names.values()])
-        return dict(zip(names, torch.from_numpy(stacked).to(self._model.device), strict=True))
-
-    def _forward_backward(self, batch: PackedBatch, values: dict[str, Tensor]) -> Tensor:
-        algorithm = self._config.algorithm
-        result = self._model.token_logprobs(batch)
-        num_loss_tokens = torch.from_numpy(batch.num_loss_tokens).to(self._model.device)
-        surrogate = policy_surrogate(
-            result.logprobs,
-            name=algorithm.name,
-            old_logprobs=values["old"],
-            advantages=values["advantages"],
-            num_loss_tokens=num_loss_tokens,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-        )
-        losses, kl = self._with_kl(surrogate, result.logprobs, values)
-        weights = token_weights(num_loss_tokens, aggregation=algorithm.aggregation, dtype=losses.dtype)
-        (weights * losses).sum().backward()
-        mismatch = (result.logprobs.detach(), values["rollout"].to(result.logprobs.dtype))
-        return sum_micro_batch(weights=weights, surrogate=surrogate, losses=losses, kl=kl, entropies=result.entropies, mismatch=mismatch)
-
-    def _with_kl(self, surrogate: Surrogate, logprobs: Tensor, values: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        algorithm = self._config.algorithm
-        if "ref" not in values:
-            return surrogate.losses, torch.zeros_like(logprobs)
-        kl = kl_estimate(logprobs, base_logprobs=values["ref"].to(logprobs.dtype), estimator=algorithm.kl_estimator)
-        return surrogate.losses + algorithm.kl_coefficient * kl, kl
+    def _forward_backward(self, loss_batch: LossBatch, cutoff: float | None) -> Tensor:
+        result = self._model.token_logprobs(loss_batch.batch, entropy_gradient=self._config.algorithm.entropy_coefficient > 0)
+        inputs = loss_batch.objective_inputs(result, cutoff=cutoff)
+        tokens = self._objective(inputs)
+        (tokens.token_weights * tokens.losses).sum().backward()
+        return sum_micro_batch(tokens, inputs)
 
     def step(self) -> StepFigures:
         """Reduce, normalise, clip, update; see `TrainerBackend`."""
         try:
+            self._train_held()
             totals, mismatch_max = gather_totals(self._micro_batches, ranks=self._ranks, step=self.policy_version)
             grad_norm = self._reduced_grad_norm(totals)
         except RunFailed:
@@ -126,7 +131,7 @@ class TorchBackend:
         return grad_norm
 
     def _drop_accumulated(self) -> None:
-        self._micro_batches = []
+        self._micro_batches, self._held = [], []
         self._flat.zero_gradients()
 
     def weights(self) -> dict[str, Tensor]:
@@ -145,7 +150,7 @@ class TorchBackend:
         tensors = dict(state.tensors)
         generators = {name: tensors.pop(name) for name in list(tensors) if name.startswith("rng.")}
         self._flat.load(tensors)
-        self._micro_batches = []
+        self._micro_batches, self._held = [], []
         self.policy_version = state.policy_version
         if "rng.torch" in generators:
             torch.set_rng_state(generators["rng.torch"].cpu())
@@ -203,7 +208,12 @@ def _figures(totals: Totals, *, mismatch_max: float, grad_norm: float, learning_
         clip_fraction=(totals.clip_low + totals.clip_high) / tokens,
         mean_ratio=totals.ratio / tokens,
         mismatch_kl=totals.mismatch_kl / tokens,
+        mismatch_mean_abs=totals.mismatch_abs / tokens,
         mismatch_max_abs=mismatch_max,
+        effective_sample_ratio=totals.behaviour_ratio**2 / (tokens * totals.behaviour_ratio_squared),
+        correction_mean=totals.correction / tokens,
+        correction_clip_fraction=totals.correction_clipped / tokens,
+        masked_fraction=totals.masked / tokens,
         grad_norm=grad_norm,
         learning_rate=learning_rate,
         num_loss_tokens=int(tokens),

@@ -19,7 +19,6 @@ from relax_events.control.runs.reading import read_runs
 
 pytestmark = pytest.mark.timeout(300)
 PATIENCE_SECONDS = 120.0
-GSPO = ("algorithm.name=gspo", "algorithm.aggregation=sample_mean", "algorithm.clip_low=3e-4", "algorithm.clip_high=4e-4")
 
 
 def place(source: FinishedRun, folder: Path) -> tuple[str, ...]:
@@ -54,7 +53,7 @@ def test_replay_is_its_source_bit_for_bit(relax: Relax, finished_run: FinishedRu
 
 def test_replay_with_gspo_differs_from_version_one_on(relax: Relax, finished_run: FinishedRun, run_id: str, tmp_path: Path) -> None:
     source = finished_run.config.run.id
-    ended = relax("runs", "replay", source, run_id, *GSPO, "--from-version", "1", *place(finished_run, tmp_path), timeout_seconds=200)
+    ended = relax("runs", "replay", source, run_id, "algorithm.name=gspo", "--from-version", "1", *place(finished_run, tmp_path), timeout_seconds=200)
     assert ended.code == 0, ended.err
     report = report_of(tmp_path, run_id)
     recorded = orjson.loads((finished_run.config.run_directory / "report.json").read_bytes())

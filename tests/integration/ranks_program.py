@@ -18,11 +18,13 @@ from relax_events.training.torch_backend import TorchBackend
 from tests.unit.trainer_samples import changed, make_samples, run_config
 
 SPLITS = {"even": (0.0, 0.5, 1.0), "uneven": (0.0, 0.2, 1.0), "one_idle": (0.0, 1.0, 1.0)}
+PLAIN = {"kl_coefficient": 0.1, "aggregation": "sample_mean"}
+WHOLE_STEP = {"name": "reinforce_plus_plus_baseline", "m2_threshold": 0.05, "old_logprobs": "trainer", "correction": "icepop"}
 
 
-def train(ranks, model_path, bounds):
+def train(ranks, model_path, bounds, algorithm=PLAIN):
     """Train three steps, each rank on its part of the samples; return all figures, and the weights."""
-    config = run_config(model_path, algorithm={"kl_coefficient": 0.1, "aggregation": "sample_mean"}, trainer={"max_grad_norm": 0.5})
+    config = run_config(model_path, algorithm=algorithm, trainer={"max_grad_norm": 0.5})
     backend = TorchBackend(config, ranks=ranks, dtype=torch.float64)
     all_figures = []
     for step in range(3):
@@ -94,6 +96,7 @@ def main(folder):
         results, tensors = {}, {}
         for name, bounds in SPLITS.items():
             results[name], tensors[name] = train(ranks, folder / "model", bounds)
+            results[f"{name}_whole"], tensors[f"{name}_whole"] = train(ranks, folder / "model", bounds, WHOLE_STEP)
         results["talk"] = talk(ranks)
         results["diverge"] = diverge(ranks, folder / "model")
         results["save"], tensors["save"] = save(ranks, folder)

@@ -15,7 +15,7 @@ from relax_events.models.tiny import make_tiny
 from relax_events.objects import ObjectStore
 from relax_events.training.checkpoints import Checkpoints
 from relax_events.training.ranks import SingleRank
-from tests.integration.ranks_program import SPLITS, train
+from tests.integration.ranks_program import PLAIN, SPLITS, WHOLE_STEP, train
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
@@ -41,12 +41,16 @@ def results(folder):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    return train(SingleRank(), folder / "model", (0.0, 1.0))
+    algorithms = {"": PLAIN, "_whole": WHOLE_STEP}
+    return {name: train(SingleRank(), folder / "model", (0.0, 1.0), algorithm) for name, algorithm in algorithms.items()}
 
 
+@pytest.mark.parametrize("algorithm", ["", "_whole"])
 @pytest.mark.parametrize("split", SPLITS)
-def test_two_ranks_train_like_one_however_the_samples_lie(folder, results, alone, split):
-    expected_figures, expected_weights = alone
+def test_two_ranks_train_like_one_however_the_samples_lie(folder, results, alone, split, algorithm):
+    expected_figures, expected_weights = alone[algorithm]
+    split += algorithm
+    assert not algorithm or 0 < expected_figures[0]["masked_fraction"] < 1
     for mine, expected in zip(results[split], expected_figures, strict=True):
         assert mine == pytest.approx(expected, rel=1e-5, abs=1e-7)
     for name, value in load_file(folder / f"{split}.safetensors").items():

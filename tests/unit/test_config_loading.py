@@ -104,7 +104,7 @@ def test_object_store_lies_in_the_run_directory_when_not_set(run_file: Path, tmp
     [
         ("run.max_staleness=-1", "run.max_staleness must be >= 0, got -1; set run.max_staleness"),
         ("run.num_steps=0", "run.num_steps must be >= 1, got 0; set run.num_steps"),
-        ("algorithm.clip_low=1.0", "algorithm.clip_low must be < 1, got 1.0; set algorithm.clip_low"),
+        ("algorithm.clip_low=1.5", "algorithm.clip_low must be <= 1, got 1.5; set algorithm.clip_low"),
         ("engine.sampling.temperature=0", "engine.sampling.temperature must be > 0, got 0; set engine.sampling.temperature"),
         ("engine.sampling.top_p=1.5", "engine.sampling.top_p must be <= 1, got 1.5; set engine.sampling.top_p"),
         ("run.mode=both", "run.mode must be 'sync' or 'async', got 'both'; set run.mode"),

@@ -5,26 +5,41 @@ import math
 import pytest
 import torch
 
+from relax_events.algorithms.aggregation import num_units, token_weights
+from relax_events.algorithms.kl import kl_estimate
 from relax_events.algorithms.losses import (
     MAX_LOG_RATIO,
-    clipped_sequence_surrogate,
-    clipped_surrogate,
-    kl_estimate,
-    num_units,
-    token_weights,
+    LossTokens,
+    clipped,
+    clipped_sequence,
+    clipped_sequence_by_token,
+    clipped_weight,
+    plain_gradient,
+    soft_gated,
 )
+
+
+def loss_tokens(logprobs: torch.Tensor, *, advantages: list[float], lengths: list[int] | None = None, old: torch.Tensor | None = None) -> LossTokens:
+    """Make the tokens of samples, of one token each unless lengths are given; the advantages are one a sample."""
+    num_loss_tokens = torch.tensor(lengths or [1] * len(logprobs))
+    return LossTokens(
+        logprobs=logprobs,
+        old_logprobs=torch.zeros_like(logprobs).detach() if old is None else old,
+        advantages=torch.tensor(advantages, dtype=logprobs.dtype).repeat_interleave(num_loss_tokens),
+        num_loss_tokens=num_loss_tokens,
+    )
+
+
+def gradient_of(logprobs: torch.Tensor, losses: torch.Tensor) -> list[float]:
+    """Return the gradient of the sum of the losses."""
+    losses.sum().backward()
+    assert logprobs.grad is not None
+    return logprobs.grad.tolist()
 
 
 def surrogate(ratios: list[float], advantages: list[float]):
     logprobs = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
-    result = clipped_surrogate(
-        logprobs,
-        old_logprobs=torch.zeros(len(ratios), dtype=torch.float64),
-        advantages=torch.tensor(advantages, dtype=torch.float64),
-        clip_low=0.2,
-        clip_high=0.3,
-    )
-    return logprobs, result
+    return logprobs, clipped(loss_tokens(logprobs, advantages=advantages), clip_low=0.2, clip_high=0.3)
 
 
 def test_clipped_surrogate_matches_hand_computation():
@@ -53,9 +68,8 @@ def test_clipped_surrogate_is_the_policy_gradient_on_policy():
 
 def test_clipped_surrogate_stays_finite_when_the_ratio_would_overflow():
     logprobs = torch.tensor([0.0, 0.0], requires_grad=True)
-    result = clipped_surrogate(
-        logprobs, old_logprobs=torch.tensor([-200.0, -200.0]), advantages=torch.tensor([1.0, -1.0]), clip_low=0.2, clip_high=0.2
-    )
+    tokens = loss_tokens(logprobs, advantages=[1.0, -1.0], old=torch.tensor([-200.0, -200.0]))
+    result = clipped(tokens, clip_low=0.2, clip_high=0.2)
     result.losses.sum().backward()
     assert result.losses.tolist() == pytest.approx([-1.2, math.exp(MAX_LOG_RATIO)])
     assert logprobs.grad is not None
@@ -100,14 +114,10 @@ def test_token_weights_sum_to_one_for_each_sample_for_sample_mean():
 SEQUENCES = {"clip_low": 3e-4, "clip_high": 4e-4}
 
 
-def sequence_surrogate(log_ratios: list[list[float]], advantages: list[float]):
-    lengths = torch.tensor([len(sample) for sample in log_ratios])
+def sequence_surrogate(log_ratios: list[list[float]], advantages: list[float], function=clipped_sequence):
+    lengths = [len(sample) for sample in log_ratios]
     logprobs = torch.tensor([value for sample in log_ratios for value in sample], dtype=torch.float64, requires_grad=True)
-    spread = torch.tensor(advantages, dtype=torch.float64).repeat_interleave(lengths)
-    result = clipped_sequence_surrogate(
-        logprobs, old_logprobs=torch.zeros(len(logprobs), dtype=torch.float64), advantages=spread, num_loss_tokens=lengths, **SEQUENCES
-    )
-    return logprobs, result, lengths
+    return logprobs, function(loss_tokens(logprobs, advantages=advantages, lengths=lengths), **SEQUENCES), torch.tensor(lengths)
 
 
 def test_sequence_surrogate_matches_hand_computation():
@@ -133,13 +143,86 @@ def test_sequence_surrogate_is_the_token_surrogate_for_samples_of_one_token():
     ratios, advantages = [1.1, 1.5, 1.5, 0.5, 0.5], [2.0, 2.0, -2.0, 2.0, -2.0]
     _, by_token = surrogate(ratios, advantages)
     logprobs = torch.tensor(ratios, dtype=torch.float64).log()
-    by_sequence = clipped_sequence_surrogate(
-        logprobs,
-        old_logprobs=torch.zeros(5, dtype=torch.float64),
-        advantages=torch.tensor(advantages, dtype=torch.float64),
-        num_loss_tokens=torch.ones(5, dtype=torch.int64),
-        clip_low=0.2,
-        clip_high=0.3,
-    )
+    by_sequence = clipped_sequence(loss_tokens(logprobs, advantages=advantages), clip_low=0.2, clip_high=0.3)
     assert by_sequence.losses.tolist() == by_token.losses.tolist()
     assert by_sequence.clipped_low.tolist() == by_token.clipped_low.tolist()
+
+
+def test_sequence_surrogate_by_token_has_the_samples_ratio_and_the_tokens_gradient():
+    log_ratios, advantages = [[3e-4, -1e-4, 1e-4], [1e-3], [0.0, 2e-3]], [1.5, 2.0, -1.0]
+    _, whole, _ = sequence_surrogate(log_ratios, advantages)
+    logprobs, result, _ = sequence_surrogate(log_ratios, advantages, function=clipped_sequence_by_token)
+    assert result.losses.tolist() == pytest.approx(whole.losses.tolist(), rel=1e-14)
+    assert gradient_of(logprobs, result.losses) == pytest.approx([-1.5 * math.exp(1e-4)] * 3 + [0.0] + [math.exp(1e-3)] * 2, rel=1e-12)
+
+
+def test_dual_clip_bounds_the_loss_where_the_advantage_is_negative():
+    logprobs = torch.tensor([5.0, 2.0, 5.0, 0.1], dtype=torch.float64).log().requires_grad_()
+    result = clipped(loss_tokens(logprobs, advantages=[-2.0, -2.0, 2.0, -2.0]), clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+    # 3 A instead of 5 A; within the bound; the bound is for negative advantages alone; the lower clip as ever.
+    assert result.losses.tolist() == pytest.approx([6.0, 4.0, -2.6, 1.6])
+    assert result.clipped_high.tolist() == [True, False, True, False]
+    assert result.clipped_low.tolist() == [False, False, False, True]
+    assert gradient_of(logprobs, result.losses) == pytest.approx([0.0, 4.0, 0.0, 0.0])
+
+
+def test_soft_gate_matches_hand_computation():
+    logprobs = torch.tensor([1.0, 1.5, 1.5, 4.0, 0.2], dtype=torch.float64).log().requires_grad_()
+    result = soft_gated(loss_tokens(logprobs, advantages=[2.0, 2.0, -2.0, 1.0, -1.0]), gate_positive=2.0, gate_negative=4.0)
+
+    def sigmoid(x: float) -> float:
+        return 1 / (1 + math.exp(-x))
+
+    assert result.losses.tolist() == pytest.approx([-2.0, -4 * sigmoid(1.0), 2 * sigmoid(2.0), -2 * sigmoid(6.0), sigmoid(-3.2)])
+    # d/dr of (4 / tau) sigmoid(tau (r - 1)) is 4 p (1 - p); times r for the log-probability. At r = 1 it is the policy gradient.
+    gates = [(sigmoid(x), r, a) for x, r, a in [(0.0, 1.0, 2.0), (1.0, 1.5, 2.0), (2.0, 1.5, -2.0), (6.0, 4.0, 1.0), (-3.2, 0.2, -1.0)]]
+    assert gradient_of(logprobs, result.losses) == pytest.approx([-4 * p * (1 - p) * r * a for p, r, a in gates])
+    assert result.clipped_high.tolist() == [False, False, True, True, False]
+    assert result.clipped_low.tolist() == [False, False, False, False, True]
+
+
+def test_clipped_weight_keeps_every_gradient_and_bounds_its_weight_for_either_sign():
+    logprobs = torch.tensor([1.1, 7.0, 7.0, 0.5, 0.5], dtype=torch.float64).log().requires_grad_()
+    result = clipped_weight(loss_tokens(logprobs, advantages=[2.0, 2.0, -2.0, 1.0, -1.0]), clip_low=0.3, clip_high=4.0)
+    weights = [1.1, 5.0, 5.0, 0.7, 0.7]
+    advantages = [2.0, 2.0, -2.0, 1.0, -1.0]
+    assert result.losses.tolist() == pytest.approx([-w * a * math.log(r) for w, a, r in zip(weights, advantages, [1.1, 7, 7, 0.5, 0.5], strict=True)])
+    assert gradient_of(logprobs, result.losses) == pytest.approx([-w * a for w, a in zip(weights, advantages, strict=True)])
+    assert result.clipped_high.tolist() == [False, True, True, False, False]
+    assert result.clipped_low.tolist() == [False, False, False, True, True]
+
+
+def test_plain_gradient_is_reinforce():
+    logprobs = torch.tensor([-0.5, -2.0], dtype=torch.float64, requires_grad=True)
+    result = plain_gradient(loss_tokens(logprobs, advantages=[2.0, -3.0]))
+    assert result.losses.tolist() == pytest.approx([1.0, -6.0])
+    assert gradient_of(logprobs, result.losses) == [-2.0, 3.0]
+    assert result.ratio.tolist() == pytest.approx([math.exp(-0.5), math.exp(-2.0)])
+
+
+def test_low_variance_estimate_is_bounded_after_the_ratio():
+    logprobs, base, drawn = torch.tensor([-9.0, -1.0, -1.0]), torch.tensor([-1.0, -1.5, -1.5]), torch.tensor([-9.0, -2.0, -4.0])
+    k3 = [math.exp(8) - 9, math.exp(-0.5) - 0.5, math.exp(-0.5) - 0.5]
+    plain = kl_estimate(logprobs, base_logprobs=base, estimator="low_variance")
+    assert plain.tolist() == pytest.approx([10.0, k3[1], k3[2]])
+    weighted = kl_estimate(logprobs, base_logprobs=base, estimator="low_variance", drawn_logprobs=drawn)
+    assert weighted.tolist() == pytest.approx([10.0, math.e * k3[1], math.exp(3) * k3[2]], rel=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_unbiased_estimate_has_the_value_and_gradient_of_the_divergence_whoever_drew_the_tokens(estimator):
+    logits = torch.tensor([0.3, -0.4, 0.9], dtype=torch.float64, requires_grad=True)
+    base, drawn = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64).log(), torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
+    policy = logits.log_softmax(-1)
+    exact = (policy.exp() * (policy - base)).sum()
+    (expected,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    estimates = kl_estimate(policy, base_logprobs=base, estimator=estimator, drawn_logprobs=drawn)
+    mean = (drawn.exp() * estimates).sum()
+    assert mean.item() == pytest.approx(exact.item(), rel=1e-12)
+    torch.testing.assert_close(torch.autograd.grad(mean, logits)[0], expected, rtol=1e-12, atol=1e-14)
+
+
+def test_constant_length_divides_every_token_alike_and_counts_samples():
+    lengths = torch.tensor([2, 0, 3])
+    assert token_weights(lengths, aggregation="constant_length", length_normaliser=8).tolist() == [0.125] * 5
+    assert num_units(lengths, aggregation="constant_length") == 2

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from relax_events.config import AlgorithmConfig, RunConfig
 from relax_events.control.ledger import Ledger
 from relax_events.control.runs.details import first_gone
+from relax_events.control.runs.forking import carried_over
 from relax_events.control.runs.verification import first_difference
 from relax_events.errors import ConfigError
 from relax_events.events.types import Outcome
@@ -99,21 +100,21 @@ def placed(rewards: list[float], **changes: Any) -> list[PlacedSample]:
 
 def test_rejudging_normalises_recorded_rewards_in_its_own_way() -> None:
     samples = placed([0.0, 1.0, 0.5, 0.5])
-    plain = Rejudging(AlgorithmConfig(normalise_std=False))(samples[::-1])
+    plain = Rejudging(AlgorithmConfig(normalise_std=False), max_new_tokens=8)(samples[::-1])
     assert [item.offset for item in plain] == [3, 2, 1, 0]
     assert [item.sample.advantages.tolist() for item in plain] == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0.5, 0.5], [0, 0, -0.5, -0.5]]
-    scaled = Rejudging(AlgorithmConfig())(samples)
+    scaled = Rejudging(AlgorithmConfig(), max_new_tokens=8)(samples)
     deviation = np.std([0, 1, 0.5, 0.5], ddof=1)
     assert scaled[1].sample.advantages[-1] == pytest.approx(0.5 / deviation, rel=1e-5)
 
 
 def test_rejudging_takes_the_rewards_of_a_rescoring() -> None:
     rewards = {f"{GROUP}/0": 3.0, f"{GROUP}/1": 1.0}
-    judged = Rejudging(AlgorithmConfig(normalise_std=False), rewards=rewards, scores="strict")(placed([0.0, 1.0]))
+    judged = Rejudging(AlgorithmConfig(normalise_std=False), max_new_tokens=8, rewards=rewards, scores="strict")(placed([0.0, 1.0]))
     assert [item.sample.reward for item in judged] == [3.0, 1.0]
     assert [float(item.sample.advantages[-1]) for item in judged] == [1.0, -1.0]
     with pytest.raises(ConfigError, match=rf"sample {GROUP}/1 has no reward under source.scores = 'strict'; finish the rescoring"):
-        Rejudging(AlgorithmConfig(), rewards={f"{GROUP}/0": 3.0}, scores="strict")(placed([0.0, 1.0]))
+        Rejudging(AlgorithmConfig(), max_new_tokens=8, rewards={f"{GROUP}/0": 3.0}, scores="strict")(placed([0.0, 1.0]))
 
 
 def test_advantages_are_needed_when_another_algorithm_would_compute_others() -> None:
@@ -123,10 +124,27 @@ def test_advantages_are_needed_when_another_algorithm_would_compute_others() -> 
     assert needs_advantages(grpo, AlgorithmConfig(name="gspo"))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "dropped"),
+    [
+        ([], set()),
+        (["algorithm.clip_high=0.3", "algorithm.name=grpo", "algorithm.correction=tis"], set()),
+        (["algorithm.correction = 'icepop'"], {"correction_low", "correction_high"}),
+        (["algorithm.name=gspo", "algorithm.clip_high=0.3"], {"name", "clip_high", "correction", "correction_low", "correction_high"}),
+        (["algorithm.name=gspo", "algorithm.name=grpo"], set()),
+    ],
+)
+def test_settings_of_the_source_hold_unless_another_algorithm_or_correction_brings_its_own(overrides: list[str], dropped: set[str]) -> None:
+    settings = {"name": "grpo", "clip_high": 0.2, "correction": "tis", "correction_low": 0.0, "correction_high": 2.0}
+    assert carried_over(settings, overrides) == {key: value for key, value in settings.items() if key not in dropped}
+
+
 def test_first_difference_is_told_and_times_do_not_count() -> None:
     step = committed(3, sample_ids=["a", "b"], figures={"loss": 0.5, "reward_mean": 1.0}, phase_seconds={"wait": 1.0}, committed_at=1)
     assert first_difference(step, dataclasses.replace(step, phase_seconds={"wait": 2.0}, committed_at=2)) == ""
     assert first_difference(step, dataclasses.replace(step, figures={"loss": 0.25, "reward_mean": 1.0})) == "loss was 0.5, is 0.25"
+    assert first_difference(step, dataclasses.replace(step, figures={"loss": 0.5, "reward_mean": 1.0, "masked_fraction": 0.0})) == ""
+    assert first_difference(step, dataclasses.replace(step, figures={"loss": 0.5})) == "reward_mean was 1.0, is None"
     assert first_difference(step, dataclasses.replace(step, sample_ids=["b", "a"])) == "other samples, or in another order"
     assert first_difference(step, dataclasses.replace(step, weights_digest=bytes([1] * 32))).startswith("weights digest was 0000")
 

@@ -13,7 +13,7 @@ from relax_events.errors import ConfigError, PoisonSample, RunFailed, WeightsErr
 from relax_events.training.protocol import TrainerState
 from relax_events.training.ranks import SingleRank
 from relax_events.training.torch_backend import TorchBackend
-from tests.unit.trainer_samples import changed, make_samples, plain_model, run_config, tiny_model
+from tests.unit.trainer_samples import changed, make_samples, plain_logprobs, plain_model, run_config, tiny_model
 
 ALGORITHM = {"kl_coefficient": 0.1, "old_logprobs": "actor", "clip_low": 0.1, "clip_high": 0.2}
 TRAINER = {"weight_decay": 0.1, "warmup_steps": 3, "max_grad_norm": 0.5}
@@ -97,6 +97,85 @@ def test_steps_equal_a_padded_implementation(aggregation, estimator):
         # A fraction 1e-3 of the sum of learning rates: RMSNorm works in float32 in any model, and AdamW blows up gradients that are nearly zero.
         torch.testing.assert_close(value, other.model.get_parameter(name).detach(), rtol=0, atol=3e-5)
     assert mine.policy_version == 4
+
+
+def test_whole_step_algorithm_trains_what_a_whitened_and_masked_step_would():
+    # The same by other means: whiten with numpy over all samples, and leave the farthest tokens out by a loss mask that the mean still counts.
+    mine = backend(algorithm={"name": "reinforce_plus_plus_baseline", "m2_threshold": 0.1, "aggregation": "constant_length"})
+    for part in (SAMPLES[:3], SAMPLES[3:4], SAMPLES[4:]):
+        mine.accumulate(part)
+    figures = mine.step().as_figures()
+    masks = [np.array(sample.loss_mask, bool) for sample in SAMPLES]
+    tokens = np.concatenate([sample.advantages[mask] for sample, mask in zip(SAMPLES, masks, strict=True)]).astype(np.float64)
+    plain = [plain_logprobs(sample.tokens, float(np.float32(sample.temperature))) for sample in SAMPLES]
+    squares = [np.where(mask, (lp - sample.rollout_logprobs) ** 2, 0) for sample, mask, lp in zip(SAMPLES, masks, plain, strict=True)]
+    ordered = np.sort(np.concatenate([square[mask] for square, mask in zip(squares, masks, strict=True)]))
+    bound = ordered[np.cumsum(ordered) / np.arange(1, len(ordered) + 1) <= 0.1][-1] + 1e-6
+    white = [(sample.advantages - tokens.mean()) / tokens.std() for sample in SAMPLES]
+    changes = [
+        {"advantages": np.where(mask, values, 0).astype(np.float32), "loss_mask": (mask & (square <= bound)).astype(np.uint8)}
+        for mask, values, square in zip(masks, white, squares, strict=True)
+    ]
+    other = backend(algorithm={"aggregation": "constant_length"})
+    assert all(change["loss_mask"].any() for change in changes)
+    other.accumulate([changed(sample, **change) for sample, change in zip(SAMPLES, changes, strict=True)])
+    expected = other.step()
+    assert figures["loss"] == pytest.approx(expected.loss, rel=1e-5)
+    assert figures["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-5)
+    assert figures["masked_fraction"] == pytest.approx(1 - expected.num_loss_tokens / len(ordered))
+    assert 0 < figures["masked_fraction"] < 0.5
+
+
+def test_step_that_failed_leaves_nothing_of_a_held_step():
+    algorithm = {"name": "reinforce_plus_plus_baseline"}
+    mine, clean = backend(algorithm=algorithm), backend(algorithm=algorithm)
+    mine.accumulate(SAMPLES[:2])
+    mine._flat.gradients.fill_(math.nan)
+    with pytest.raises(RunFailed):
+        mine.step()
+    mine.accumulate(SAMPLES[:3])
+    mine.load_state(snapshot(mine.state()))
+    for trainer in (mine, clean):
+        trainer.accumulate(SAMPLES)
+    assert mine.step() == clean.step()
+
+
+def test_figures_tell_how_far_the_engines_policy_is():
+    mine = backend(algorithm={"old_logprobs": "actor", "correction": "tis", "correction_high": 1.1})
+    mine.accumulate(SAMPLES)
+    figures = mine.step()
+    masks = [np.array(sample.loss_mask, bool) for sample in SAMPLES]
+    plain = [plain_logprobs(sample.tokens, float(np.float32(sample.temperature))) for sample in SAMPLES]
+    rollout, actor = (np.concatenate([getattr(s, f)[m] for s, m in zip(SAMPLES, masks, strict=True)]) for f in ("rollout_logprobs", "actor_logprobs"))
+    x = np.concatenate([lp[mask] for lp, mask in zip(plain, masks, strict=True)]) - rollout
+    w = np.exp(x)
+    assert figures.mismatch_mean_abs == pytest.approx(np.abs(x).mean(), rel=1e-5)
+    assert figures.effective_sample_ratio == pytest.approx(w.sum() ** 2 / (len(w) * (w**2).sum()), rel=1e-5)
+    assert 0.5 < figures.effective_sample_ratio < 1
+    correction = np.exp(actor.astype(np.float64) - rollout)
+    assert figures.correction_mean == pytest.approx(np.minimum(correction, 1.1).mean(), rel=1e-6)
+    assert figures.correction_clip_fraction == pytest.approx((correction > 1.1).mean())
+    assert figures.masked_fraction == 0
+
+
+@pytest.mark.parametrize("max_logits", [2**26, 1])
+def test_entropy_bonus_has_the_gradient_of_the_entropy(max_logits, monkeypatch):
+    monkeypatch.setattr("relax_events.training.policy_model.MAX_LOGITS_ELEMENTS", max_logits)
+    mine = backend(algorithm={"entropy_coefficient": 0.5}, trainer={"max_grad_norm": 1e9})
+    model = PaddedGrpo(aggregation="token_mean", estimator="k1")
+    flat = [changed(sample, advantages=np.zeros_like(sample.advantages)) for sample in SAMPLES]
+    mine.accumulate(flat)
+    figures = mine.step()
+    total, num_tokens = 0, 0
+    for sample in SAMPLES:
+        ids = torch.from_numpy(np.array(sample.tokens)).long()[None]
+        logits = model.model(input_ids=ids).logits[0, :-1] / float(np.float32(sample.temperature))
+        mask = torch.from_numpy(np.array(sample.loss_mask[1:])).bool()
+        total, num_tokens = total + model.entropy(logits)[mask].sum(), num_tokens + int(mask.sum())
+    loss = -0.5 * total / num_tokens
+    gradients = torch.autograd.grad(loss, list(model.model.parameters()))
+    assert figures.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert figures.grad_norm == pytest.approx(torch.cat([value.flatten() for value in gradients]).norm().item(), rel=1e-5)
 
 
 def test_figures_count_what_was_trained():

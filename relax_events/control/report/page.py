@@ -22,6 +22,8 @@ CURVES = {  # figure -> title, definition
     "completion_tokens_mean": ("Completion length", "mean over the step's samples, tokens"),
     "staleness_mean": ("Staleness", "mean over the step's samples, policy versions"),
     "mismatch_kl": ("Engine against trainer", "KL between their log-probabilities of the sampled tokens, nats per token"),
+    "effective_sample_ratio": ("Effective sample size", "of the loss tokens, weighed by trainer against engine; 1 on-policy"),
+    "masked_fraction": ("Masked tokens", "share of loss tokens that a correction or mask leaves without gradient"),
     "tokens_per_second": ("Throughput", "trained tokens per second, prompt and completion"),
 }
 SMOOTHED = {"reward_mean", "loss", "grad_norm", "completion_tokens_mean", "tokens_per_second"}

@@ -160,9 +160,7 @@ def details_tree(details: RunDetails) -> dict[str, Any]:
             "weights": details.weights,
             "checkpoints": details.checkpoints,
         },
-        "steps": [
-            {"train_step": row.train_step, **{name: row.figures[name] for name in FIGURES if name in row.figures}} for row in details.steps
-        ],
+        "steps": [{"train_step": row.train_step, **{name: row.figures[name] for name in FIGURES if name in row.figures}} for row in details.steps],
     }
 
 
@@ -176,7 +174,8 @@ def highlights(config: RunConfig) -> dict[str, Any]:
         "steps": f"{config.first_version} to {config.last_version}, {run.groups_per_step} prompt groups of {run.samples_per_prompt}",
         "mode": f"{run.mode}, max_staleness {run.max_staleness}, seed {run.seed}",
         "algorithm": f"{algorithm.name}, {algorithm.aggregation}, kl {algorithm.kl_coefficient:g}",
-        "clip": f"{algorithm.clip_low:g} below, {algorithm.clip_high:g} above",
+        "clip": "none" if algorithm.clip_low is None else f"{algorithm.clip_low:g} below, {algorithm.clip_high:g} above",
+        "correction": algorithm.correction if algorithm.correction == "none" else f"{algorithm.correction}, {algorithm.correction_level}",
         "learning_rate": f"{trainer.learning_rate:g}, {trainer.schedule}, {trainer.warmup_steps} warm-up steps",
         "objects": config.objects_uri,
     }

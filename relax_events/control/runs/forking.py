@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,8 @@ class SourceChoice:
 def make_run_file(cluster: Cluster, connection: Connection, run_id: str, choice: SourceChoice, overrides: Sequence[str]) -> RunConfig:
     """Write the run file of a new run into its directory, and return what it says.
 
-    It holds the source's settings with the overrides on top. Called again for the same run it gives the same file, so that an
-    interrupted run is taken up.
+    It holds the source's settings with the overrides on top; another algorithm begins with its own. Called again for the same run it gives
+    the same file, so that an interrupted run is taken up.
 
     Args:
         cluster: Where both runs are.
@@ -63,12 +63,23 @@ def make_run_file(cluster: Cluster, connection: Connection, run_id: str, choice:
     tree["objects"]["uri"] = f"{tree['objects']['uri'].rstrip('/')}-{run_id}" if tree["objects"]["uri"] else ""
     tree["telemetry"]["metrics_port"] = 0
     tree["source"] = _source_section(source, choice)
+    tree["algorithm"] = carried_over(tree["algorithm"], overrides)
     path = cluster.directory / "runs" / run_id / RUN_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     _write(path, tree)
     config = load_run_config(path, overrides)
     _write(path, config.model_dump(mode="json"))
     return config
+
+
+def carried_over(algorithm: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Return the settings of the source's algorithm that hold under the overrides: another algorithm or correction comes with its own."""
+    named = {key.strip(): value.strip().strip("\"'") for key, _, value in (override.partition("=") for override in overrides)}
+    if named.get("algorithm.name", algorithm["name"]) != algorithm["name"]:
+        return {}
+    is_corrected_otherwise = named.get("algorithm.correction", algorithm["correction"]) != algorithm["correction"]
+    dropped = ("correction_low", "correction_high") if is_corrected_otherwise else ()
+    return {key: value for key, value in algorithm.items() if key not in dropped}
 
 
 def _write(path: Path, tree: dict[str, Any]) -> None:

@@ -1,0 +1,177 @@
+"""The algorithms that are installed, each as one spec. What an algorithm of your own looks like is in docs/how-to/add-an-algorithm.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relax_events.config.algorithm_spec import AlgorithmSpec
+
+ADVANTAGES = "relax_events.algorithms.advantages"
+LOSSES = "relax_events.algorithms.losses"
+CLIP = ("clip_low", "clip_high", "dual_clip")
+WITHIN_GROUP: dict[str, Any] = {"advantage": f"{ADVANTAGES}:centred_and_scaled", "advantage_settings": ("normalise_std",)}
+GROUP_ADVANTAGE = "A = (R - mean(R)) / (std(R) + 1e-6) within the prompt group, std with n - 1"
+CLIPPED = "loss_t = max(-r_t A, -clip(r_t, 1 - clip_low, 1 + clip_high) A),  r_t = exp(lp_t - lo_t)"
+
+GRPO = AlgorithmSpec(
+    name="grpo",
+    summary="Group-relative advantages with PPO's clipped ratio of each token.",
+    formula=f"{GROUP_ADVANTAGE}\n{CLIPPED}\nL = mean over the step's tokens",
+    source="DeepSeekMath (arXiv 2402.03300), equations 3 and 4 and section 4.1.2; clipping: PPO (arXiv 1707.06347), equation 7.",
+    **WITHIN_GROUP,
+    policy_loss=f"{LOSSES}:clipped",
+    loss_settings=CLIP,
+    settings={"normalise_std": True, "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0},
+    notes='The paper takes the mean over a sample first (`aggregation = "sample_mean"`) and `kl_coefficient = 0.04`; token mean without KL '
+    "is what has come to be used.",
+)
+
+DAPO = AlgorithmSpec(
+    name="dapo",
+    summary="GRPO with a higher upper clip, token mean, no prompt groups of equal rewards, and a soft penalty on overlong completions.",
+    formula=f"R' = R - overlong_penalty * clip((|y| - (1 - overlong_ratio) Lmax) / (overlong_ratio Lmax), 0, 1),  Lmax = max_new_tokens\n"
+    f"{GROUP_ADVANTAGE}, of R'\n{CLIPPED}\nL = mean over the step's tokens",
+    source="DAPO (arXiv 2503.14476), sections 3.1 to 3.4, penalty: equation 13. Dynamic sampling looks at the rewards before the penalty.",
+    **WITHIN_GROUP,
+    policy_loss=f"{LOSSES}:clipped",
+    loss_settings=CLIP,
+    settings={
+        "normalise_std": True,
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "dual_clip": 0.0,
+        "filter_uniform_rewards": True,
+        "overlong_ratio": 0.2,
+    },
+    notes="The paper's 4,096 of 20,480 tokens are the overlong_ratio of 0.2.",
+)
+
+DR_GRPO = AlgorithmSpec(
+    name="dr_grpo",
+    summary="GRPO without its biases: rewards are centred only, and a sample's loss is divided by a constant, not by its length.",
+    formula=f"A = R - mean(R) within the prompt group\n{CLIPPED}\nL = mean over samples of (sum over tokens of loss_t) / length_normaliser",
+    source="Dr. GRPO: Understanding R1-Zero-like training (arXiv 2503.20783), section 3.",
+    **WITHIN_GROUP,
+    policy_loss=f"{LOSSES}:clipped",
+    loss_settings=CLIP,
+    settings={"normalise_std": False, "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, "aggregation": "constant_length"},
+)
+
+GSPO = AlgorithmSpec(
+    name="gspo",
+    summary="One ratio for a whole sample, the geometric mean of its tokens', clipped as a whole.",
+    formula=f"{GROUP_ADVANTAGE}\ns = exp(mean over the sample's tokens of lp_t - lo_t)\n"
+    "loss_t = max(-s A, -clip(s, 1 - clip_low, 1 + clip_high) A)\nL = mean over samples of the mean over tokens",
+    source="GSPO (arXiv 2507.18071), equations 5 to 7; clip ranges: section 5.1.",
+    **WITHIN_GROUP,
+    policy_loss=f"{LOSSES}:clipped_sequence",
+    loss_settings=CLIP,
+    settings={"normalise_std": True, "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 0.0, "aggregation": "sample_mean"},
+)
+
+GSPO_TOKEN = AlgorithmSpec(
+    name="gspo_token",
+    summary="GSPO's ratio with the gradient of each token for itself, so that advantages may differ within a sample.",
+    formula=f"{GROUP_ADVANTAGE}\ns_t = sg(s) exp(lp_t) / sg(exp(lp_t)),  s as in gspo, sg stops the gradient\n"
+    "loss_t = max(-s_t A_t, -clip(s_t, 1 - clip_low, 1 + clip_high) A_t)\nL = mean over samples of the mean over tokens",
+    source="GSPO (arXiv 2507.18071), section 4.3.",
+    **WITHIN_GROUP,
+    policy_loss=f"{LOSSES}:clipped_sequence_by_token",
+    loss_settings=CLIP,
+    settings={"normalise_std": True, "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 0.0, "aggregation": "sample_mean"},
+)
+
+SAPO = AlgorithmSpec(
+    name="sapo",
+    summary="A soft gate in place of clipping: a token's gradient fades as its ratio leaves 1, faster where the advantage is negative.",
+    formula=f"{GROUP_ADVANTAGE}\nloss_t = -(4 / tau) sigmoid(tau (r_t - 1)) A,  r_t = exp(lp_t - lo_t)\n"
+    "tau = gate_positive where A > 0, else gate_negative\nL = mean over samples of the mean over tokens",
+    source="SAPO (arXiv 2511.20347), section 3. Counted as clipped are tokens whose gate passes less than half.",
+    **WITHIN_GROUP,
+    policy_loss=f"{LOSSES}:soft_gated",
+    loss_settings=("gate_positive", "gate_negative"),
+    settings={"normalise_std": True, "gate_positive": 1.0, "gate_negative": 1.05, "aggregation": "sample_mean"},
+)
+
+CISPO = AlgorithmSpec(
+    name="cispo",
+    summary="REINFORCE with a clipped importance weight: every token keeps its gradient, none weighs too much.",
+    formula=f"{GROUP_ADVANTAGE}\nloss_t = -sg(clip(r_t, 1 - clip_low, 1 + clip_high)) A lp_t,  r_t = exp(lp_t - lo_t), sg stops the gradient\n"
+    "L = mean over the step's tokens",
+    source="MiniMax-M1 (arXiv 2506.13585), equations 4 and 5, for either sign of the advantage; upper bound of 5: "
+    "The art of scaling RL compute (arXiv 2510.13786).",
+    **WITHIN_GROUP,
+    policy_loss=f"{LOSSES}:clipped_weight",
+    loss_settings=("clip_low", "clip_high"),
+    settings={"normalise_std": True, "clip_low": 1.0, "clip_high": 4.0},
+    notes="With clip_low = 1 the weight has no lower bound, as in the paper, which names no number for the upper one.",
+)
+
+RLOO = AlgorithmSpec(
+    name="rloo",
+    summary="REINFORCE with the mean reward of the prompt group's other samples as baseline.",
+    formula="A_i = R_i - mean over j != i of R_j\nloss_t = -A lp_t\nL = mean over samples of (sum over tokens of loss_t) / length_normaliser",
+    source="Back to basics (arXiv 2402.14740), the RLOO estimator, divided by a constant; the KL is in its reward, too.",
+    advantage=f"{ADVANTAGES}:leave_one_out",
+    policy_loss=f"{LOSSES}:plain_gradient",
+    settings={"aggregation": "constant_length", "kl_placement": "reward", "kl_estimator": "k1"},
+    notes='There is no ratio in the loss: with samples of older policies set `old_logprobs = "trainer"` and a correction.',
+)
+
+REINFORCE_PLUS_PLUS = AlgorithmSpec(
+    name="reinforce_plus_plus",
+    summary="Rewards as they are, less the KL of the tokens to come, normalised over the whole step; PPO's clipped ratio.",
+    formula="G_t = R - kl_coefficient * sum over u >= t of KL_u\nA_t = (G_t - mean) / (std + 1e-8) over all tokens of the step\n"
+    f"{CLIPPED}, with A_t\nL = mean over the step's tokens",
+    source="REINFORCE++ (arXiv 2501.03262), for any number of samples of a prompt.",
+    advantage=f"{ADVANTAGES}:as_rewarded",
+    policy_loss=f"{LOSSES}:clipped",
+    loss_settings=CLIP,
+    settings={
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "dual_clip": 0.0,
+        "whiten_advantages": "tokens",
+        "kl_placement": "reward",
+        "kl_estimator": "k1",
+    },
+    reward_kl="token",
+)
+
+REINFORCE_PLUS_PLUS_BASELINE = AlgorithmSpec(
+    name="reinforce_plus_plus_baseline",
+    summary="Rewards centred in the prompt group, then normalised over the whole step; PPO's clipped ratio.",
+    formula="A = R - mean(R) within the prompt group\nA' = (A - mean) / (std + 1e-8) over all tokens of the step\n"
+    f"{CLIPPED}, with A'\nL = mean over the step's tokens",
+    source="REINFORCE++ (arXiv 2501.03262), the variant with baseline; its KL is a k2 term of the loss.",
+    advantage=f"{ADVANTAGES}:centred",
+    policy_loss=f"{LOSSES}:clipped",
+    loss_settings=CLIP,
+    settings={"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, "whiten_advantages": "tokens", "kl_estimator": "k2"},
+)
+
+GDPO = AlgorithmSpec(
+    name="gdpo",
+    summary="Several rewards: each component is normalised in the prompt group by itself, then they are summed and normalised over the step.",
+    formula="A_k = (R_k - mean(R_k)) / (std(R_k) + 1e-6) within the prompt group, for each component k\n"
+    f"A = sum over k of reward_weights_k A_k\nA' = (A - mean) / (std + 1e-8) over all samples of the step\n{CLIPPED}, with A'\n"
+    "L = mean over the step's tokens",
+    source="GDPO (arXiv 2601.05242), section 3.",
+    advantage=f"{ADVANTAGES}:decoupled",
+    advantage_settings=("normalise_std", "reward_weights"),
+    policy_loss=f"{LOSSES}:clipped",
+    loss_settings=CLIP,
+    settings={
+        "normalise_std": True,
+        "reward_weights": {},
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "dual_clip": 0.0,
+        "whiten_advantages": "samples",
+    },
+    excluded={
+        "overlong_ratio": "a penalty has no place among components that are normalised apart",
+        "kl_placement": "there is no one reward to take the KL off",
+    },
+    components=True,
+)

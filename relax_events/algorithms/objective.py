@@ -1,0 +1,159 @@
+"""The whole objective of a run, token by token: policy loss, corrections, KL, entropy. Nothing here knows how the step was cut up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from relax_events.algorithms.aggregation import num_units, token_weights
+from relax_events.algorithms.corrections import Weights, correction_weights, off_policy_sequences
+from relax_events.algorithms.kl import kl_estimate
+from relax_events.algorithms.losses import MAX_LOG_RATIO, LossTokens, Surrogate
+from relax_events.config import AlgorithmConfig
+from relax_events.config.algorithm_spec import resolve
+from relax_events.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveInputs:
+    """The loss tokens of a micro-batch, laid end to end. Log-probabilities and entropies are in nats.
+
+    Attributes:
+        logprobs: Of the weights being trained; carries the gradient.
+        entropies: Of the distributions that the tokens were drawn from; carries it where there is a bonus for them.
+        rollout_logprobs: As the engine gave them.
+        old_logprobs: Of the policy that the ratio is against; None for the weights being trained themselves.
+        ref_logprobs: Of the reference model, where the loss has a KL term.
+        advantages: Unitless.
+        num_loss_tokens: Of each sample in packed order.
+        second_moment_cutoff: Largest squared log-ratio to the engine's policy that is trained, over the whole step.
+    """
+
+    logprobs: Float[Tensor, " tokens"]
+    entropies: Float[Tensor, " tokens"]
+    rollout_logprobs: Float[Tensor, " tokens"]
+    old_logprobs: Float[Tensor, " tokens"] | None
+    ref_logprobs: Float[Tensor, " tokens"] | None
+    advantages: Float[Tensor, " tokens"]
+    num_loss_tokens: Int[Tensor, " samples"]
+    second_moment_cutoff: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLosses:
+    """A micro-batch's losses: (token_weights * losses).sum() is its share of the step's, before the step's normaliser.
+
+    `policy_losses` are after correction, `kl` is 0 where the loss has none, `masked` are the tokens without a policy gradient.
+    """
+
+    token_weights: Float[Tensor, " tokens"]
+    losses: Float[Tensor, " tokens"]
+    policy_losses: Float[Tensor, " tokens"]
+    kl: Float[Tensor, " tokens"]
+    surrogate: Surrogate
+    correction: Weights
+    masked: Bool[Tensor, " tokens"]
+
+
+class Objective:
+    """What an `AlgorithmConfig` says, ready to be computed."""
+
+    def __init__(self, algorithm: AlgorithmConfig, *, max_new_tokens: int) -> None:
+        """Load the algorithm's policy loss.
+
+        Args:
+            algorithm: The settings.
+            max_new_tokens: What `constant_length` divides by where no other number is set.
+        Raises:
+            ConfigError: There is no such algorithm.
+        """
+        self.algorithm = algorithm
+        self._length_normaliser = algorithm.length_normaliser or max_new_tokens
+        self._policy_loss = resolve(algorithm.spec.policy_loss)
+        self._settings = algorithm.keywords(algorithm.spec.loss_settings)
+
+    def num_units(self, num_loss_tokens: Int[Tensor, " samples"]) -> int:
+        """Count this part's share of the step's normaliser."""
+        return num_units(num_loss_tokens, aggregation=self.algorithm.aggregation)
+
+    def __call__(self, inputs: ObjectiveInputs) -> TokenLosses:
+        """Compute the losses of a micro-batch.
+
+        Raises:
+            ConfigError: An algorithm of one's own gave something else than a loss for each token.
+        """
+        algorithm = self.algorithm
+        old = inputs.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
+        surrogate = self._surrogate(inputs, old)
+        correction = correction_weights(
+            old - inputs.rollout_logprobs,
+            num_loss_tokens=inputs.num_loss_tokens,
+            kind=algorithm.correction,
+            level=algorithm.correction_level,
+            low=algorithm.correction_low,
+            high=algorithm.correction_high,
+        )
+        dropped = self._dropped(inputs)
+        factors = correction.values.masked_fill(dropped, 0.0)
+        policy_losses = factors * surrogate.losses
+        losses, kl = self._with_kl(policy_losses, inputs)
+        if algorithm.entropy_coefficient:
+            losses = losses - algorithm.entropy_coefficient * inputs.entropies
+        return TokenLosses(
+            token_weights=token_weights(
+                inputs.num_loss_tokens,
+                aggregation=algorithm.aggregation,
+                length_normaliser=self._length_normaliser,
+                dtype=losses.dtype,
+            ),
+            losses=losses,
+            policy_losses=policy_losses,
+            kl=kl,
+            surrogate=surrogate,
+            correction=correction,
+            masked=factors == 0,
+        )
+
+    def _surrogate(self, inputs: ObjectiveInputs, old: Float[Tensor, " tokens"]) -> Surrogate:
+        tokens = LossTokens(logprobs=inputs.logprobs, old_logprobs=old, advantages=inputs.advantages, num_loss_tokens=inputs.num_loss_tokens)
+        given = self._policy_loss(tokens, **self._settings)
+        losses = given.losses if isinstance(given, Surrogate) else given
+        if not isinstance(losses, Tensor) or losses.shape != inputs.logprobs.shape:
+            got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            raise ConfigError(f"algorithm {self.algorithm.name}: its policy loss must give one loss for each of {len(old)} tokens, got {got}")
+        if isinstance(given, Surrogate):
+            return given
+        ratio = tokens.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        none = torch.zeros_like(ratio, dtype=torch.bool)
+        return Surrogate(losses=losses, ratio=ratio, clipped_low=none, clipped_high=none)
+
+    def _dropped(self, inputs: ObjectiveInputs) -> Bool[Tensor, " tokens"]:
+        """Mark the tokens that the masks against the engine's policy leave out."""
+        dropped = torch.zeros_like(inputs.logprobs, dtype=torch.bool)
+        if self.algorithm.opsm_threshold:
+            dropped = off_policy_sequences(
+                inputs.logprobs,
+                rollout_logprobs=inputs.rollout_logprobs,
+                advantages=inputs.advantages,
+                num_loss_tokens=inputs.num_loss_tokens,
+                threshold=self.algorithm.opsm_threshold,
+            )
+        if inputs.second_moment_cutoff is not None:
+            squares = (inputs.logprobs.detach() - inputs.rollout_logprobs).double().square()
+            dropped = dropped | (squares > inputs.second_moment_cutoff)
+        return dropped
+
+    def _with_kl(self, losses: Float[Tensor, " tokens"], inputs: ObjectiveInputs) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
+        algorithm = self.algorithm
+        if not algorithm.has_loss_kl or inputs.ref_logprobs is None:
+            return losses, torch.zeros_like(inputs.logprobs)
+        kl = kl_estimate(
+            inputs.logprobs,
+            base_logprobs=inputs.ref_logprobs,
+            estimator=algorithm.kl_estimator,
+            drawn_logprobs=inputs.rollout_logprobs if algorithm.kl_unbiased else None,
+        )
+        return losses + algorithm.kl_coefficient * kl, kl

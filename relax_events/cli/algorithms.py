@@ -1,0 +1,50 @@
+"""`relax algorithms`: what a run can be trained by, with formula, source and settings."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from cyclopts import App
+
+app = App(name="algorithms", help="Show what a run can be trained by, with formula, source and settings.\n\nExample: relax algorithms list")
+
+
+@app.command(name="list")
+def list_(*, output: Literal["table", "json"] = "table") -> None:
+    """List the algorithms that are installed.
+
+    Example: relax algorithms list
+
+    Args:
+        output: A table to read, or JSON for programs.
+    """
+    from relax_events.algorithms.describing import installed_algorithms
+    from relax_events.cli.output import print_json, print_table
+
+    specs = installed_algorithms()
+    if output == "json":
+        print_json([{"name": spec.name, "summary": spec.summary, "source": spec.source} for spec in specs])
+    else:
+        print_table(["name", "what it is"], [[spec.name, spec.summary] for spec in specs])
+
+
+@app.command
+def show(name: str, *, output: Literal["table", "json"] = "table") -> None:
+    """Print an algorithm's formula, source and settings.
+
+    Example: relax algorithms show gspo
+
+    Args:
+        name: As in `algorithm.name`: installed, or path/to/file.py:NAME.
+        output: Text to read, or JSON for programs.
+    """
+    from relax_events.algorithms.describing import describe
+    from relax_events.cli.output import print_json, print_pairs
+
+    described = describe(name)
+    if output == "json":
+        print_json(described)
+        return
+    formula = described.pop("formula")
+    print_pairs(described)
+    print(f"formula\n{formula}")

@@ -1,0 +1,82 @@
+"""What an algorithm is: one declarative spec, found by its installed name or in a file. Neither torch nor numpy is loaded for it."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.metadata import EntryPoint
+from typing import Any, Literal
+
+from relax_events.errors import ConfigError
+from relax_events.plugins import ALGORITHMS, FilePlugin, find_plugin
+
+Function = str | Callable[..., Any]
+"""A function, or `module:function` of one whose module is loaded only where it is called."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmSpec:
+    """An algorithm by its parts.
+
+    Attributes:
+        name: Under which a run file asks for it.
+        summary: What it is, in a sentence.
+        formula: Advantage and loss, as text; lp is the trained policy's log-probability of a token, lo the old policy's.
+        source: The paper, with the equations that are meant, and where this differs from it.
+        advantage: Takes the GroupRewards of a prompt group, gives one advantage for each sample. Needs no torch.
+        policy_loss: Takes the LossTokens of a micro-batch, gives a loss for each token: a Surrogate, or the losses alone.
+        advantage_settings: Names of the settings that `advantage` takes as keywords.
+        loss_settings: Names of the settings that `policy_loss` takes as keywords.
+        settings: Its own defaults. A setting that only some algorithms have is used if it stands here.
+        options: Names and defaults of settings that no other algorithm has; a run file gives them in `[algorithm.options]`.
+        excluded: Settings that every algorithm has but this one, each with the reason.
+        reward_kl: Where the KL estimate goes that a reward is lessened by: into the sample's one reward, or token by token, each token
+            answering for those that follow it.
+        components: Whether rewards must come in components.
+        notes: What the papers set otherwise, and what to look out for.
+    """
+
+    name: str
+    summary: str
+    formula: str
+    source: str
+    advantage: Function
+    policy_loss: Function
+    advantage_settings: tuple[str, ...] = ()
+    loss_settings: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, float | int | bool | str] = field(default_factory=dict)
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    reward_kl: Literal["sequence", "token"] = "sequence"
+    components: bool = False
+    notes: str = ""
+
+
+def find_algorithm(name: str) -> AlgorithmSpec:
+    """Return an algorithm by its installed name, or as `path/to/file.py:NAME`.
+
+    Raises:
+        ConfigError: There is none of that name, the file fails to load, or what it holds is no AlgorithmSpec.
+    """
+    plugin = find_plugin(ALGORITHMS, name, what=f"algorithm.name = {name!r}", accepts=AlgorithmSpec)
+    stamp = plugin.path.resolve().stat() if isinstance(plugin, FilePlugin) else None
+    return _loaded(plugin, (stamp.st_ino, stamp.st_mtime_ns) if stamp else (0, 0))
+
+
+@lru_cache(maxsize=64)
+def _loaded(plugin: EntryPoint | FilePlugin, stamp: tuple[int, int]) -> AlgorithmSpec:
+    """Load once for each state of the file: a run's configuration is checked many times in a process."""
+    spec = plugin.load()
+    if not isinstance(spec, AlgorithmSpec):
+        raise ConfigError(f"algorithm {plugin!r} must be an AlgorithmSpec, got {type(spec).__name__}; mend the package that offers it")
+    return spec
+
+
+def resolve(function: Function) -> Callable[..., Any]:
+    """Return a function of a spec, loading its module if need be."""
+    if not isinstance(function, str):
+        return function
+    found: Callable[..., Any] = pkgutil.resolve_name(function)
+    return found

@@ -1,0 +1,71 @@
+"""A micro-batch as its loss takes it: packed for the model, with what its samples say of each loss token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from relax_events.algorithms.objective import ObjectiveInputs
+from relax_events.algorithms.step_statistics import Whitening
+from relax_events.config import AlgorithmConfig
+from relax_events.events.types import SampleReady
+from relax_events.training.packing import PackedBatch, loss_values, pack
+from relax_events.training.policy_model import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class LossBatch:
+    """`values` hold `rollout`, `advantages` and, as the algorithm needs them, `old` and `ref`: one number for each loss token."""
+
+    batch: PackedBatch
+    values: Mapping[str, NDArray[np.floating]]
+    sample_ids: list[str]
+
+    @classmethod
+    def of(cls, samples: Sequence[SampleReady], *, algorithm: AlgorithmConfig, vocab_size: int, share_rows: bool) -> LossBatch:
+        """Pack samples; see `pack` for the arguments.
+
+        Raises:
+            PoisonSample: A sample can't be trained on; the text names it.
+        """
+        batch = pack(samples, vocab_size=vocab_size, share_rows=share_rows)
+        values = {name: loss_values(samples, field) for name, field in _fields(algorithm).items()}
+        return cls(batch, values, [sample.sample_id for sample in samples])
+
+    def whitened(self, whitening: Whitening) -> LossBatch:
+        """Return the same with the advantages that they are over the whole step."""
+        advantages = whitening.apply(self.values["advantages"].astype(np.float64))
+        return LossBatch(self.batch, {**self.values, "advantages": advantages}, self.sample_ids)
+
+    def objective_inputs(self, result: TokenLogprobs, *, cutoff: float | None) -> ObjectiveInputs:
+        """Put together what the objective takes, on the device and in the dtype of the model's result.
+
+        Args:
+            result: The model's, for `batch`.
+            cutoff: Largest squared log-ratio that is trained, if there is a bound.
+        """
+        logprobs = result.logprobs
+        stacked = torch.from_numpy(np.stack(list(self.values.values()))).to(logprobs.device).to(logprobs.dtype)
+        given = dict(zip(self.values, stacked, strict=True))
+        return ObjectiveInputs(
+            logprobs=logprobs,
+            entropies=result.entropies,
+            rollout_logprobs=given["rollout"],
+            old_logprobs=given.get("old"),
+            ref_logprobs=given.get("ref"),
+            advantages=given["advantages"],
+            num_loss_tokens=torch.from_numpy(self.batch.num_loss_tokens).to(logprobs.device),
+            second_moment_cutoff=cutoff,
+        )
+
+
+def _fields(algorithm: AlgorithmConfig) -> dict[str, str]:
+    """Name the per-token arrays of a sample that the objective needs."""
+    fields = {"rollout": "rollout_logprobs", "advantages": "advantages"}
+    if algorithm.old_logprobs != "trainer":
+        fields["old"] = f"{algorithm.old_logprobs}_logprobs"
+    return fields | ({"ref": "ref_logprobs"} if algorithm.has_loss_kl else {})

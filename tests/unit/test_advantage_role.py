@@ -1,0 +1,78 @@
+"""What the advantage role sends on for a whole prompt group."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import event_samples
+import numpy as np
+import pytest
+
+from relax_events.algorithms.judging import Judge
+from relax_events.events.types import Outcome, SampleReady
+from relax_events.pipeline.join import JoinedGroup
+from workers.advantage import AdvantageLoop
+
+GROUP = "000004-0000-0"
+
+
+class Sent:
+    """Stands for the worker: keeps what is sent."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.ready, self.ended = config, [], []
+        self.producer = SimpleNamespace(send=lambda record: None)
+
+    def sample_record(self, entity: str, event: SampleReady, **_: Any) -> None:
+        assert entity == "advantage.samples"
+        self.ready.append(event)
+
+    def tombstone(self, prompt_group_id: str, outcome: Outcome, reason: str, **_: Any) -> None:
+        self.ended.append((prompt_group_id, outcome, reason))
+
+
+def finish(config: Any, rewards: list[float], components: list[dict[str, float]] | None = None, ref: np.ndarray | None = None) -> Sent:
+    """Let the role finish a prompt group of samples with two loss tokens each."""
+    group = JoinedGroup(GROUP, 0, 0)
+    for index, reward in enumerate(rewards):
+        sample = event_samples.rolled_out(GROUP, index, of=len(rewards))
+        parts = components[index] if components else {}
+        group.samples[sample.sample_id] = sample
+        group.scores[sample.sample_id] = dataclasses.replace(event_samples.scored(GROUP, index, reward=reward), components=parts)
+        if ref is not None:
+            evaluated = dataclasses.replace(event_samples.evaluated(GROUP, index), values=ref)
+            group.evaluations.setdefault("reference", {})[sample.sample_id] = evaluated
+    sent, loop = Sent(config), AdvantageLoop.__new__(AdvantageLoop)
+    loop._worker = sent  # type: ignore[assignment]
+    loop._judge = Judge(config.algorithm, max_new_tokens=config.engine.sampling.max_new_tokens)
+    loop._join = SimpleNamespace(close=lambda closed: None)  # type: ignore[assignment]
+    loop._finish(group)
+    return sent
+
+
+def test_components_travel_with_the_advantages_made_of_them(make_run_config: Any) -> None:
+    config = make_run_config(algorithm={"name": "gdpo", "reward_weights": {"a": 1.0, "b": 0.5}, "normalise_std": False})
+    parts = [{"a": 1.0, "b": 0.0, "c": 9.0}, {"a": 0.0, "b": 4.0, "c": 9.0}]
+    sent = finish(config, [1.0, 4.0], parts)
+    assert [sample.components for sample in sent.ready] == parts
+    assert [sample.reward for sample in sent.ready] == [1.0, 4.0]
+    # a: +-0.5, b: -+2 with half its weight.
+    assert [sample.advantages.tolist() for sample in sent.ready] == [[0, 0, -0.5, -0.5], [0, 0, 0.5, 0.5]]
+
+
+def test_prompt_group_whose_rewards_do_not_fit_the_algorithm_fails_alone(make_run_config: Any) -> None:
+    sent = finish(make_run_config(algorithm={"name": "gdpo"}), [1.0, 4.0])
+    assert sent.ready == []
+    reason = "reward: there are no reward components to normalise apart; return a dict of them, or take another algorithm"
+    assert sent.ended == [(GROUP, Outcome.FAILED, reason)]
+
+
+def test_kl_is_taken_off_the_reward_token_by_token(make_run_config: Any) -> None:
+    config = make_run_config(algorithm={"name": "reinforce_plus_plus", "kl_coefficient": 0.5})
+    sent = finish(config, [1.0, 2.0], ref=np.array([0, 0, -1.5, -0.75], np.float32))
+    # The engine's log-probabilities are -0.5 and -0.25: 1 and 0.5 above the reference.
+    assert sent.ready[0].advantages.tolist() == pytest.approx([0, 0, 1 - 0.75, 1 - 0.25])
+    assert sent.ready[1].reward == 2.0
+    assert sent.ready[0].ref_logprobs is not None

@@ -1,0 +1,211 @@
+"""Settings of algorithms: their own defaults, what is refused, and algorithms from a file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from pydantic import ValidationError
+
+from relax_events.algorithms.describing import describe, installed_algorithms
+from relax_events.config import AlgorithmConfig, RunConfig, load_run_config
+from relax_events.config.algorithm import NOT_SHARED
+from relax_events.config.algorithm_spec import find_algorithm, resolve
+from relax_events.errors import ConfigError
+from relax_events.pipeline.description import describe as describe_run
+from relax_events.pipeline.description import described_config
+from relax_events.pipeline.validation import check_trainable
+from relax_events.training.rejudging import needs_advantages
+
+MINE = """
+from relax_events.config.algorithm_spec import AlgorithmSpec
+
+def best_of(rewards, *, bonus):
+    return (rewards.total == rewards.total.max()) * bonus
+
+def loss(tokens, *, clip_high):
+    return -tokens.log_ratio.exp().clamp(max=1 + clip_high) * tokens.advantages
+
+MINE = AlgorithmSpec(
+    name="mine", summary="Train the best.", formula="A = bonus where R is the best", source="this file",
+    advantage=best_of, advantage_settings=("bonus",), policy_loss=loss, loss_settings=("clip_high",),
+    settings={"clip_high": 0.5}, options={"bonus": 2.0},
+)
+OTHER = 7
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> str:
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    return f"{file}:MINE"
+
+
+def test_defaults_of_the_section_are_those_of_grpo() -> None:
+    stated = {name: field.get_default(call_default_factory=True) for name, field in AlgorithmConfig.model_fields.items()}
+    assert AlgorithmConfig().model_dump() == AlgorithmConfig(name="grpo").model_dump() == stated
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("dapo", {"clip_low": 0.2, "clip_high": 0.28, "aggregation": "token_mean", "filter_uniform_rewards": True, "overlong_ratio": 0.2}),
+        ("dr_grpo", {"normalise_std": False, "aggregation": "constant_length", "clip_high": 0.2}),
+        ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sample_mean"}),
+        ("gspo_token", {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sample_mean"}),
+        ("sapo", {"gate_positive": 1.0, "gate_negative": 1.05, "clip_low": None, "dual_clip": None, "aggregation": "sample_mean"}),
+        ("cispo", {"clip_low": 1.0, "clip_high": 4.0, "dual_clip": None, "aggregation": "token_mean"}),
+        ("rloo", {"clip_low": None, "normalise_std": None, "aggregation": "constant_length", "kl_placement": "reward"}),
+        ("reinforce_plus_plus", {"whiten_advantages": "tokens", "kl_placement": "reward", "kl_estimator": "k1", "normalise_std": None}),
+        ("reinforce_plus_plus_baseline", {"whiten_advantages": "tokens", "kl_placement": "loss", "kl_estimator": "k2"}),
+        ("gdpo", {"whiten_advantages": "samples", "reward_weights": {}, "normalise_std": True}),
+    ],
+)
+def test_name_alone_brings_the_papers_settings(name: str, settings: dict[str, Any]) -> None:
+    algorithm = AlgorithmConfig(name=name)
+    assert {key: getattr(algorithm, key) for key in settings} == settings
+
+
+def test_every_installed_algorithm_is_whole() -> None:
+    for spec in installed_algorithms():
+        algorithm = AlgorithmConfig(name=spec.name)
+        used = {key for key in NOT_SHARED if getattr(algorithm, key) is not None}
+        assert used == set(spec.settings) & set(NOT_SHARED)
+        assert {*spec.advantage_settings, *spec.loss_settings} >= used  # whatever a run file may set has an effect
+        assert callable(resolve(spec.advantage))
+        assert callable(resolve(spec.policy_loss))
+        assert AlgorithmConfig.model_validate(algorithm.model_dump()) == algorithm
+        assert "arXiv" in spec.source
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"name": "sapo", "clip_low": 0.2}, "clip_low = 0.2 is not used by sapo, which has normalise_std, gate_positive, gate_negative; leave"),
+        ({"name": "rloo", "normalise_std": True}, "normalise_std = True is not used by rloo, which has none of its kind"),
+        ({"name": "cispo", "dual_clip": 3.0}, "dual_clip = 3.0 is not used by cispo"),
+        ({"gate_positive": 1.0}, "gate_positive = 1.0 is not used by grpo"),
+        ({"name": "gdpo", "overlong_ratio": 0.2}, "overlong_ratio = 0.2 is not for gdpo: a penalty has no place among components"),
+        ({"name": "gdpo", "kl_placement": "reward"}, "kl_placement = 'reward' is not for gdpo: there is no one reward"),
+        ({"options": {"bonus": 1}}, "options.bonus is not an option of grpo, which has none"),
+        ({"correction": "tis"}, "correction = 'tis' weighs the old policy against the engine's, but old_logprobs = 'rollout' makes them the same"),
+        ({"correction_high": 2.0}, "correction_high = 2.0 is not used by correction = 'none', which has no range"),
+        ({"correction": "decoupled", "old_logprobs": "actor", "correction_low": 0.5}, "correction_low = 0.5 is not used by correction = 'decoupled'"),
+        ({"correction": "tis", "old_logprobs": "actor", "correction_low": 3.0}, "correction_low must be at most correction_high = 2.0, got 3.0"),
+        ({"dual_clip": 0.5}, "dual_clip must be above 1, or 0 for none, got 0.5"),
+        ({"kl_unbiased": True, "kl_placement": "reward"}, "kl_unbiased = true mends the gradient of a KL estimate in the loss"),
+        ({"name": "gpro"}, "algorithm.name = 'gpro' is not installed; installed are cispo, dapo, dr_grpo, gdpo, grpo,"),
+        ({"clip_lo": 0.1}, "Extra inputs are not permitted"),
+        ({"name": "nowhere/mine.py:MINE"}, "file nowhere/mine.py does not exist"),
+        ({"name": 7}, "should be a valid string"),
+    ],
+)
+def test_settings_that_do_not_hold_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        AlgorithmConfig.model_validate(settings)
+    assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("tis", (0.0, 2.0)), ("icepop", (0.5, 5.0)), ("mask", (0.5, 2.0)), ("decoupled", (None, None))])
+def test_correction_has_its_own_range(kind: str, expected: tuple[float | None, float | None]) -> None:
+    algorithm = AlgorithmConfig.model_validate({"correction": kind, "old_logprobs": "trainer"})
+    assert (algorithm.correction_low, algorithm.correction_high) == expected
+    if kind == "tis":
+        assert AlgorithmConfig.model_validate(algorithm.model_dump() | {"correction_high": 5.0}).correction_high == 5.0
+
+
+def test_run_file_names_the_key_that_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[run]\nid = "a"\n[model]\npath = "m"\n[data]\nsource = "jsonl:x"\n[algorithm]\nname = "sapo"\n')
+    assert load_run_config(path, environment={}).algorithm.gate_negative == 1.05
+    with pytest.raises(ConfigError, match=r"run.toml: algorithm: clip_high = 0.3 is not used by sapo"):
+        load_run_config(path, ["algorithm.clip_high=0.3"], environment={})
+
+
+def test_algorithm_of_a_file_comes_with_its_defaults_and_options(mine: str) -> None:
+    algorithm = AlgorithmConfig(name=mine)
+    assert (algorithm.clip_high, algorithm.clip_low, algorithm.options) == (0.5, None, {"bonus": 2.0})
+    other = AlgorithmConfig.model_validate({"name": mine, "options": {"bonus": 3.0}, "clip_high": 0.25})
+    assert other.keywords(("bonus", "clip_high")) == {"bonus": 3.0, "clip_high": 0.25}
+    assert describe(mine)["options"] == {"bonus": "2"}
+    with pytest.raises(ValidationError, match=r"options.bonsu is not an option of mine, which has bonus"):
+        AlgorithmConfig.model_validate({"name": mine, "options": {"bonsu": 3.0}})
+    with pytest.raises(ConfigError, match=r"mine.py has no AlgorithmSpec 'OTHER', only MINE"):
+        find_algorithm(mine.replace(":MINE", ":OTHER"))
+
+
+def test_spec_that_names_no_setting_is_refused(mine: str) -> None:
+    file = Path(mine.removesuffix(":MINE"))
+    file.write_text(MINE.replace('loss_settings=("clip_high",)', 'loss_settings=("clip_hihg",)'))
+    with pytest.raises(ValidationError, match=r"the spec of mine names 'clip_hihg', which is neither a setting nor one of its options"):
+        AlgorithmConfig(name=mine)
+
+
+def test_algorithm_of_a_file_is_read_anew_when_the_file_changes(mine: str) -> None:
+    assert find_algorithm(mine).options == {"bonus": 2.0}
+    file = Path(mine.removesuffix(":MINE"))
+    file.unlink()
+    file.write_text(MINE.replace("2.0}", "5.0}"))
+    assert find_algorithm(mine).options == {"bonus": 5.0}
+
+
+def test_description_of_a_run_can_be_read_where_its_algorithms_file_is_not(mine: str, make_run_config: Any) -> None:
+    config: RunConfig = make_run_config(algorithm={"name": mine})
+    described = describe_run(config)
+    Path(mine.removesuffix(":MINE")).unlink()
+    assert described_config(described, run_id=config.run.id).algorithm == config.algorithm
+
+
+def test_description_of_the_first_release_still_means_the_same(make_run_config: Any) -> None:
+    recorded = {
+        "name": "gspo",
+        "clip_low": 0.1,
+        "clip_high": 0.3,
+        "normalise_std": True,
+        "aggregation": "token_mean",
+        "kl_coefficient": 0.5,
+        "kl_estimator": "k2",
+        "old_logprobs": "actor",
+        "filter_uniform_rewards": True,
+    }
+    described = describe_run(make_run_config())
+    tree = orjson.loads(described.config) | {"algorithm": recorded}
+    read = AlgorithmConfig.model_validate(tree["algorithm"])
+    assert read.model_dump() | recorded == read.model_dump()
+    assert (read.correction, read.kl_placement, read.whiten_advantages) == ("none", "loss", "none")
+
+
+def test_reference_is_needed_for_either_place_of_the_kl(make_run_config: Any) -> None:
+    in_reward = make_run_config(algorithm={"name": "rloo", "kl_coefficient": 0.1})
+    assert "reference" in in_reward.roles()
+    assert (in_reward.algorithm.has_reward_kl, in_reward.algorithm.has_loss_kl) == (True, False)
+    assert "actor-forward" not in make_run_config(algorithm={"old_logprobs": "trainer"}).roles()
+
+
+def test_recorded_advantages_are_kept_unless_what_they_depend_on_differs() -> None:
+    def judged(**settings: Any) -> AlgorithmConfig:
+        return AlgorithmConfig.model_validate(settings)
+
+    assert not needs_advantages(judged(), judged(correction="tis", old_logprobs="trainer", whiten_advantages="tokens", overlong_penalty=2.0))
+    assert needs_advantages(judged(), judged(overlong_ratio=0.1))
+    assert needs_advantages(judged(name="rloo"), judged(name="rloo", kl_coefficient=0.1))
+    assert needs_advantages(judged(name="gdpo"), judged(name="gdpo", reward_weights={"a": 2.0}))
+
+
+def test_sample_needs_reference_logprobs_only_where_the_loss_has_them() -> None:
+    from event_samples import ready
+
+    sample = ready()
+    check_trainable(sample, algorithm=AlgorithmConfig.model_validate({"name": "rloo", "kl_coefficient": 0.1}), vocab_size=100)
+
+
+def test_advantage_role_and_run_files_load_no_torch() -> None:
+    uses = "import sys, workers.advantage; from relax_events.config import AlgorithmConfig; AlgorithmConfig(name='gspo').spec"
+    code = f"{uses}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=Path(__file__).parents[2])
+    assert done.stdout == "False\n"

@@ -1,0 +1,71 @@
+"""Every algorithm, from rewards to weights, teaches a small policy what is rewarded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from relax_events.algorithms.describing import installed_algorithms
+from relax_events.algorithms.judging import Judge, RewardedSample
+from relax_events.algorithms.objective import Objective, ObjectiveInputs
+from relax_events.config import AlgorithmConfig
+from relax_events.training.ranks import SingleRank
+from relax_events.training.whole_step import step_cutoff, step_whitening
+
+NUM_TOKENS, LENGTH, GROUPS, SAMPLES = 5, 3, 8, 4
+CORRECTED = {"old_logprobs": "trainer", "correction": "tis", "opsm_threshold": 0.5, "m2_threshold": 0.04}
+
+
+def judged(draws: np.ndarray, logprobs: np.ndarray, judge: Judge) -> np.ndarray:
+    """Reward the share of token 0 in each sample; give the advantages of all tokens, end to end."""
+    rewarded = [
+        RewardedSample(
+            sample_id=str(index),
+            reward=float((draw == 0).mean()),
+            components={"first": float(draw[0] == 0), "rest": float((draw[1:] == 0).mean())},
+            loss_mask=np.ones(LENGTH, np.uint8),
+            policy_logprobs=logprob,
+            ref_logprobs=np.full(LENGTH, -np.log(NUM_TOKENS)),
+        )
+        for index, (draw, logprob) in enumerate(zip(draws, logprobs, strict=True))
+    ]
+    return np.concatenate([values for start in range(0, len(rewarded), SAMPLES) for values in judge(rewarded[start : start + SAMPLES])])
+
+
+@pytest.mark.parametrize("settings", [{}, CORRECTED, {"kl_coefficient": 0.01}], ids=["alone", "corrected", "with kl"])
+@pytest.mark.parametrize("name", [spec.name for spec in installed_algorithms()])
+def test_policy_comes_to_choose_what_is_rewarded(name: str, settings: dict[str, Any]) -> None:
+    algorithm = AlgorithmConfig.model_validate({"name": name} | settings)
+    judge, objective = Judge(algorithm, max_new_tokens=8), Objective(algorithm, max_new_tokens=8)
+    logits = torch.zeros(NUM_TOKENS, requires_grad=True)
+    optimizer, generator = torch.optim.Adam([logits], lr=0.15), torch.Generator().manual_seed(1)
+    lengths = torch.full((GROUPS * SAMPLES,), LENGTH)
+    behind = logits.detach().clone()
+    for _ in range(30):
+        engine = (behind if settings is CORRECTED else logits.detach()).log_softmax(-1)
+        behind = logits.detach().clone()  # with a correction the engine is one version behind
+        draws = torch.multinomial(engine.exp(), len(lengths) * LENGTH, replacement=True, generator=generator)
+        rollout = engine[draws]
+        advantages = judged(draws.reshape(-1, LENGTH).numpy(), rollout.reshape(-1, LENGTH).numpy(), judge)
+        policy = logits.log_softmax(-1)
+        whitening = step_whitening([(advantages, lengths.numpy())], over=algorithm.whiten_advantages, ranks=SingleRank())
+        used = whitening.apply(advantages.astype(np.float64)) if algorithm.whiten_advantages != "none" else advantages
+        squares = (policy.detach()[draws] - rollout).double().square().numpy()
+        inputs = ObjectiveInputs(
+            logprobs=policy[draws],
+            entropies=-(policy.exp() * policy).sum().expand(len(draws)),
+            rollout_logprobs=rollout,
+            old_logprobs=None if algorithm.old_logprobs == "trainer" else rollout,
+            ref_logprobs=torch.full_like(rollout, -float(np.log(NUM_TOKENS))),
+            advantages=torch.from_numpy(used).float(),
+            num_loss_tokens=lengths,
+            second_moment_cutoff=step_cutoff([squares], threshold=algorithm.m2_threshold, ranks=SingleRank()) if algorithm.m2_threshold else None,
+        )
+        tokens = objective(inputs)
+        optimizer.zero_grad()
+        ((tokens.token_weights * tokens.losses).sum() / objective.num_units(lengths)).backward()
+        optimizer.step()
+    assert logits.softmax(-1)[0].item() > 0.7

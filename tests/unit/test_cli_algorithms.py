@@ -1,0 +1,36 @@
+"""`relax algorithms`: what is printed, for people and for programs."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+
+from relax_events.cli.algorithms import list_, show
+from relax_events.errors import ConfigError
+
+
+def test_list_names_every_installed_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
+    list_()
+    table = capsys.readouterr().out.splitlines()
+    list_(output="json")
+    rows = orjson.loads(capsys.readouterr().out)
+    assert [line.split()[0] for line in table] == ["name", *(row["name"] for row in rows)]
+    assert {"grpo", "dapo", "gspo", "sapo", "cispo", "rloo", "gdpo"} <= {row["name"] for row in rows}
+    assert all(row["source"] for row in rows)
+
+
+def test_show_prints_formula_source_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    show("gspo")
+    text = capsys.readouterr().out
+    assert "s = exp(mean over the sample's tokens of lp_t - lo_t)" in text
+    assert "arXiv 2507.18071" in text
+    show("gdpo", output="json")
+    told = orjson.loads(capsys.readouterr().out)
+    assert told["needs"] == "rewards in components; the whole step before its first backward pass"
+    assert (told["settings"]["clip_high"], told["settings"]["whiten_advantages"]) == ("0.2", '"samples"')
+    assert "gate_positive" not in told["settings"]
+
+
+def test_show_says_which_algorithms_there_are_when_the_name_is_unknown() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm.name = 'gpro' is not installed; installed are cispo, dapo"):
+        show("gpro")

@@ -1,0 +1,110 @@
+"""Corrections and statistics of a step against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from relax_events.algorithms.corrections import correction_weights, off_policy_sequences
+from relax_events.algorithms.step_statistics import Whitening, second_moment_cutoff
+from relax_events.training.ranks import SingleRank
+from relax_events.training.whole_step import step_cutoff, step_whitening
+
+RATIOS = [0.25, 1.0, 4.0, 0.5, 2.0, 1.5]
+LENGTHS = torch.tensor([3, 0, 2, 1])
+
+
+def weigh(kind: str, level: str = "token", low: float | None = 0.5, high: float | None = 2.0):
+    log_ratio = torch.tensor(RATIOS, dtype=torch.float64).log().requires_grad_()
+    return correction_weights(log_ratio, num_loss_tokens=LENGTHS, kind=kind, level=level, low=low, high=high)
+
+
+@pytest.mark.parametrize(
+    ("kind", "low", "high", "expected"),
+    [
+        ("none", None, None, [1.0] * 6),
+        ("decoupled", None, None, RATIOS),
+        ("tis", 0.5, 2.0, [0.5, 1.0, 2.0, 0.5, 2.0, 1.5]),
+        ("icepop", 0.6, 1.9, [0.0, 1.0, 0.0, 0.0, 0.0, 1.5]),
+        ("mask", 0.6, 1.9, [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]),
+    ],
+)
+def test_weights_of_tokens(kind, low, high, expected):
+    weights = weigh(kind, low=low, high=high)
+    assert weights.values.tolist() == pytest.approx(expected)
+    assert not weights.values.requires_grad
+    outside = [low is not None and not low <= ratio <= high for ratio in RATIOS]
+    assert weights.outside.tolist() == outside or kind == "tis"  # there the ends themselves are within rounding
+
+
+def test_weights_of_sequences_are_products_or_geometric_means():
+    product = [1.0] * 3 + [1.0] * 2 + [1.5]
+    assert weigh("decoupled", "sequence", None, None).values.tolist() == pytest.approx(product)
+    mean = [1.0] * 3 + [1.0] * 2 + [1.5]
+    assert weigh("decoupled", "sequence_mean", None, None).values.tolist() == pytest.approx(mean)
+    log_ratio = torch.tensor([2.0, 2.0, 8.0], dtype=torch.float64).log()
+    for level, expected in (("sequence", [4.0, 4.0, 8.0]), ("sequence_mean", [2.0, 2.0, 8.0])):
+        weights = correction_weights(log_ratio, num_loss_tokens=torch.tensor([2, 1]), kind="icepop", level=level, low=0.0, high=7.0)
+        assert weights.values.tolist() == pytest.approx([*expected[:2], 0.0])
+        assert weights.outside.tolist() == [False, False, True]
+
+
+def test_sequences_left_behind_are_marked_where_their_advantage_is_negative():
+    logprobs = torch.tensor([-1.0, -3.0, -2.0, -1.0, -2.0], requires_grad=True)
+    rollout = torch.tensor([-0.5, -2.0, -1.9, 0.0, -1.0])
+    marked = off_policy_sequences(
+        logprobs,
+        rollout_logprobs=rollout,
+        advantages=torch.tensor([-1.0, -1.0, -1.0, 1.0, -1.0]),
+        num_loss_tokens=torch.tensor([2, 1, 1, 1]),
+        threshold=0.5,
+    )
+    # Means 0.75, 0.1, 1 and 1: the second is near enough, the third has a positive advantage.
+    assert marked.tolist() == [True, True, False, False, True]
+
+
+def test_second_moment_cutoff_drops_the_largest_until_the_mean_holds():
+    squares = np.array([0.5, 0.01, 0.03, 0.04, 0.0])
+    # Means of the smallest: 0, 0.005, 0.0133, 0.02, 0.116.
+    assert second_moment_cutoff(squares, threshold=0.02) == pytest.approx((0.04 + 0.5) / 2)
+    assert second_moment_cutoff(squares, threshold=0.0134) == pytest.approx((0.03 + 0.04) / 2)
+    assert second_moment_cutoff(squares, threshold=0.2) == np.inf
+    assert second_moment_cutoff(np.array([0.3, 0.3]), threshold=0.2) == -1.0
+    assert second_moment_cutoff(np.array([0.0, 0.3, 0.3]), threshold=0.15) == pytest.approx(0.15)  # equal values go together
+    assert second_moment_cutoff(np.zeros(0), threshold=0.2) == np.inf
+
+
+class TwoRanks(SingleRank):
+    """Stands for two ranks of which the other says what the test gives."""
+
+    def __init__(self, *others: np.ndarray) -> None:
+        self._others = list(others)
+
+    def all_gather(self, values):
+        return np.stack([values, self._others.pop(0)])
+
+    def all_gather_bytes(self, data):
+        return [data, self._others.pop(0).tobytes()]
+
+
+def test_whitening_is_over_all_ranks_and_counts_tokens_or_samples():
+    advantages, lengths = np.array([1.0, 1.0, 1.0, 5.0], np.float32), np.array([3, 0, 1])
+    alone = step_whitening([(advantages, lengths)], over="tokens", ranks=SingleRank())
+    assert (alone.mean, alone.std) == pytest.approx((2.0, math.sqrt(3.0)))
+    by_sample = step_whitening([(advantages[:3], lengths[:2]), (advantages[3:], lengths[2:])], over="samples", ranks=SingleRank())
+    assert (by_sample.mean, by_sample.std) == pytest.approx((3.0, 2.0))
+    # The other rank has two tokens of 4: mean 16 / 6, squares about it 3 * (10/6)^2 + (14/6)^2 + 2 * (8/6)^2.
+    both = step_whitening([(advantages, lengths)], over="tokens", ranks=TwoRanks(np.array([2.0, 8.0]), np.array([2 * (8 / 6) ** 2])))
+    assert both.mean == pytest.approx(16 / 6)
+    assert both.std == pytest.approx(math.sqrt((3 * 100 + 196 + 2 * 64) / 36 / 6))
+    assert step_whitening([], over="tokens", ranks=SingleRank()) == Whitening()
+    assert Whitening(0.5, 0.0).apply(np.array([0.5])).tolist() == [0.0]
+
+
+def test_cutoff_is_over_all_ranks():
+    other = np.array([0.9, 0.1])
+    assert step_cutoff([np.array([0.0, 0.5])], threshold=0.21, ranks=TwoRanks(other)) == pytest.approx(0.7)
+    assert step_cutoff([], threshold=0.6, ranks=TwoRanks(other)) == np.inf

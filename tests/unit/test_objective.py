@@ -1,0 +1,171 @@
+"""The whole objective of every algorithm against a plain loop over samples and tokens, written from the formulas."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from relax_events.algorithms.describing import installed_algorithms
+from relax_events.algorithms.objective import Objective, ObjectiveInputs
+from relax_events.config import AlgorithmConfig
+from relax_events.errors import ConfigError
+
+NAMES = [spec.name for spec in installed_algorithms()]
+LENGTHS = [3, 0, 1, 5, 2]
+RNG = np.random.default_rng(5)
+FIELDS = {name: RNG.uniform(-2.0, -0.1, sum(LENGTHS)) for name in ("logprobs", "rollout", "actor", "ref")}
+FIELDS["logprobs"] = FIELDS["rollout"] + RNG.normal(0, 0.4, sum(LENGTHS))
+FIELDS["actor"] = FIELDS["rollout"] + RNG.normal(0, 0.3, sum(LENGTHS))
+FIELDS["entropies"] = RNG.uniform(0.1, 2.0, sum(LENGTHS))
+FIELDS["advantages"] = np.repeat([1.2, 0.3, -0.7, -1.5, 0.4], LENGTHS)
+CUTOFF = 0.3
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"old_logprobs": "actor", "correction": "decoupled"},
+    {"old_logprobs": "actor", "correction": "tis", "correction_high": 1.2},
+    {"old_logprobs": "trainer", "correction": "icepop", "correction_low": 0.8, "correction_high": 1.3},
+    {"old_logprobs": "actor", "correction": "mask", "correction_level": "sequence", "correction_low": 0.6, "correction_high": 1.7},
+    {"old_logprobs": "actor", "correction": "tis", "correction_level": "sequence_mean", "correction_high": 1.1},
+    {"opsm_threshold": 0.05, "entropy_coefficient": 0.2},
+    {"m2_threshold": 0.1, "kl_coefficient": 0.3, "kl_placement": "loss", "kl_estimator": "k2"},
+    {"kl_coefficient": 0.3, "kl_placement": "loss", "kl_estimator": "k3", "kl_unbiased": True, "aggregation": "constant_length"},
+]
+
+
+def plain_loss(algorithm: AlgorithmConfig) -> float:
+    """Compute a step's loss sample by sample and token by token."""
+    total, units, at = 0.0, 0, 0
+    for length in LENGTHS:
+        rows = [{name: float(values[index]) for name, values in FIELDS.items()} for index in range(at, at + length)]
+        at += length
+        if not rows:
+            continue
+        for row in rows:
+            row["old"] = {"rollout": row["rollout"], "actor": row["actor"], "trainer": row["logprobs"]}[algorithm.old_logprobs]
+        losses = [token_loss(algorithm, row, rows) for row in rows]
+        if algorithm.aggregation == "token_mean":
+            total, units = total + sum(losses), units + length
+        else:
+            total, units = total + sum(losses) / (length if algorithm.aggregation == "sample_mean" else 16), units + 1
+    return total / units
+
+
+def token_loss(algorithm: AlgorithmConfig, row: dict[str, float], rows: list[dict[str, float]]) -> float:
+    loss = factor(algorithm, row, rows) * policy_loss(algorithm, row, rows)
+    if algorithm.kl_coefficient and algorithm.kl_placement == "loss":
+        d = row["logprobs"] - row["ref"]
+        kl = {"k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[algorithm.kl_estimator]
+        loss += algorithm.kl_coefficient * kl * (math.exp(row["logprobs"] - row["rollout"]) if algorithm.kl_unbiased else 1)
+    return loss - algorithm.entropy_coefficient * row["entropies"]
+
+
+def factor(algorithm: AlgorithmConfig, row: dict[str, float], rows: list[dict[str, float]]) -> float:
+    """Say by what corrections and masks multiply a token's policy loss."""
+    if algorithm.m2_threshold and (row["logprobs"] - row["rollout"]) ** 2 > CUTOFF:
+        return 0.0
+    if algorithm.opsm_threshold and row["advantages"] < 0:
+        distance = sum(other["rollout"] - other["logprobs"] for other in rows) / len(rows)
+        if distance > algorithm.opsm_threshold:
+            return 0.0
+    if algorithm.correction == "none":
+        return 1.0
+    ratios = [math.exp(other["old"] - other["rollout"]) for other in rows]
+    w = {
+        "token": math.exp(row["old"] - row["rollout"]),
+        "sequence": math.prod(ratios),
+        "sequence_mean": math.prod(ratios) ** (1 / len(ratios)),
+    }[algorithm.correction_level]
+    low, high = algorithm.correction_low, algorithm.correction_high
+    if low is None or high is None:
+        return w
+    inside = low <= w <= high
+    return {"tis": min(max(w, low), high), "icepop": w if inside else 0.0, "mask": 1.0 if inside else 0.0}[algorithm.correction]
+
+
+def policy_loss(algorithm: AlgorithmConfig, row: dict[str, float], rows: list[dict[str, float]]) -> float:
+    ratio, advantage = math.exp(row["logprobs"] - row["old"]), row["advantages"]
+    if algorithm.name == "rloo":
+        return -advantage * row["logprobs"]
+    if algorithm.name == "sapo":
+        tau = algorithm.gate_positive if advantage > 0 else algorithm.gate_negative
+        assert tau is not None
+        return -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * advantage
+    assert algorithm.clip_low is not None
+    assert algorithm.clip_high is not None
+    if algorithm.name.startswith("gspo"):
+        ratio = math.exp(sum(other["logprobs"] - other["old"] for other in rows) / len(rows))
+    bounded = min(max(ratio, 1 - algorithm.clip_low), 1 + algorithm.clip_high)
+    if algorithm.name == "cispo":
+        return -bounded * advantage * row["logprobs"]
+    return -min(ratio * advantage, bounded * advantage)
+
+
+def inputs(algorithm: AlgorithmConfig, **changes: Any) -> ObjectiveInputs:
+    tensors = {name: torch.from_numpy(values.copy()) for name, values in FIELDS.items()}
+    fields = {
+        "logprobs": tensors["logprobs"].requires_grad_(),
+        "entropies": tensors["entropies"],
+        "rollout_logprobs": tensors["rollout"],
+        "old_logprobs": None if algorithm.old_logprobs == "trainer" else tensors[algorithm.old_logprobs],
+        "ref_logprobs": tensors["ref"],
+        "advantages": tensors["advantages"],
+        "num_loss_tokens": torch.tensor(LENGTHS),
+        "second_moment_cutoff": CUTOFF if algorithm.m2_threshold else None,
+    }
+    return ObjectiveInputs(**fields | changes)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: ",".join(map(str, settings.values())) or "alone")
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_is_what_the_formulas_say(name: str, settings: dict[str, Any]) -> None:
+    algorithm = AlgorithmConfig.model_validate({"name": name} | settings)
+    objective = Objective(algorithm, max_new_tokens=16)
+    tokens = objective(inputs(algorithm))
+    loss = (tokens.token_weights * tokens.losses).sum() / objective.num_units(torch.tensor(LENGTHS))
+    assert loss.item() == pytest.approx(plain_loss(algorithm), rel=1e-12)
+    assert len(set(tokens.losses.tolist())) > 1
+
+
+def test_corrections_and_masks_carry_no_gradient_and_are_counted() -> None:
+    algorithm = AlgorithmConfig.model_validate({"name": "rloo", "old_logprobs": "trainer", "correction": "icepop", "correction_low": 0.8})
+    given = inputs(algorithm)
+    tokens = Objective(algorithm, max_new_tokens=16)(given)
+    tokens.losses.sum().backward()
+    ratio = np.exp(FIELDS["logprobs"] - FIELDS["rollout"])
+    weights = np.where((ratio >= 0.8) & (ratio <= 5.0), ratio, 0.0)
+    assert given.logprobs.grad is not None
+    assert given.logprobs.grad.tolist() == pytest.approx((-weights * FIELDS["advantages"]).tolist())
+    assert tokens.masked.tolist() == (weights == 0).tolist()
+    assert 0 < int(tokens.masked.sum()) < len(ratio)
+    assert tokens.correction.outside.tolist() == tokens.masked.tolist()
+
+
+def test_loss_of_ones_own_may_give_the_losses_alone(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("""
+from relax_events.config.algorithm_spec import AlgorithmSpec
+
+def loss(tokens, *, power):
+    return -(tokens.log_ratio.exp() ** power) * tokens.advantages
+
+def flat(tokens):
+    return tokens.logprobs.sum()
+
+PARTS = dict(summary="", formula="", source="", advantage="relax_events.algorithms.advantages:centred")
+MINE = AlgorithmSpec(name="mine", policy_loss=loss, loss_settings=("power",), options={"power": 2.0}, **PARTS)
+FLAT = AlgorithmSpec(name="flat", policy_loss=flat, **PARTS)
+""")
+    algorithm = AlgorithmConfig(name=f"{file}:MINE")
+    tokens = Objective(algorithm, max_new_tokens=16)(inputs(algorithm))
+    ratio = np.exp(FIELDS["logprobs"] - FIELDS["rollout"])
+    assert tokens.losses.tolist() == pytest.approx((-(ratio**2) * FIELDS["advantages"]).tolist())
+    assert tokens.surrogate.ratio.tolist() == pytest.approx(ratio.tolist())
+    assert not tokens.surrogate.clipped_high.any()
+    wrong = AlgorithmConfig(name=f"{file}:FLAT")
+    with pytest.raises(ConfigError, match=r"algorithm .*mine.py:FLAT: its policy loss must give one loss for each of 11 tokens, got \(\)"):
+        Objective(wrong, max_new_tokens=16)(inputs(wrong))
