@@ -27,17 +27,11 @@ def main() -> int:
     """Write the pages, or with `--check` name those that differ."""
     pages = {
         "config.md": config_page(),
-<<<<<<< HEAD
-        "events.md": events_page(),
-        "topics.md": topics_page(),
-        "metrics.md": metrics_page(),
-        "rewards.md": rewards_page(),
-=======
         "algorithms.md": algorithms_page(),
+        "rewards.md": rewards_page(),
         "events.md": events_page(),
         "topics.md": topics_page(),
         "metrics.md": metrics_page(),
->>>>>>> issue5-a
         "exit-codes.md": errors_page(),
     }
     stale = [name for name, text in pages.items() if not (FOLDER / name).exists() or (FOLDER / name).read_text() != text]
