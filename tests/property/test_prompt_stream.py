@@ -49,12 +49,12 @@ def test_stream_gives_the_same_row_again_after_a_restart(rows: int, seed: int, r
 
 @given(rows=SIZES, row_number=st.integers(min_value=0, max_value=10**9))
 def test_stream_keeps_the_order_of_the_source_without_shuffling(rows: int, row_number: int) -> None:
-    assert PromptStream(Numbers(rows), seed=0, shuffle=False).source_index(row_number) == row_number % rows
+    assert PromptStream(Numbers(rows), seed=0, shuffle=False).order.place(row_number).index == row_number % rows
 
 
 def test_stream_has_nothing_before_its_start() -> None:
     with pytest.raises(IndexError, match="row_number must be >= 0, got -1"):
-        PromptStream(Numbers(3), seed=0, shuffle=True).source_index(-1)
+        PromptStream(Numbers(3), seed=0, shuffle=True).order.place(-1)
 
 
 def test_permutation_spreads_neighbours_over_the_whole_range() -> None:
