@@ -72,9 +72,10 @@ class DataConfig(RowsConfig):
 
     @model_validator(mode="after")
     def _has_a_source(self) -> DataConfig:
-        if bool(self.source) == bool(self.datasets):
-            got = f"data.source = {self.source!r} and {len(self.datasets)} datasets"
-            raise ValueError(f"the prompts come from data.source or from [[data.datasets]], got {got}; give one of them")
+        if not self.source and not self.datasets:
+            raise ValueError("the prompts need a source; set data.source, or give [[data.datasets]] tables")
+        if self.source and self.datasets:
+            raise ValueError(f"data.source = {self.source!r} stands beside {len(self.datasets)} [[data.datasets]]; give one or the other")
         fields = RowsConfig.model_fields.items()
         given = [name for name, field in fields if name != "source" and getattr(self, name) != field.get_default(call_default_factory=True)]
         if self.datasets and given:
