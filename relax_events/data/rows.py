@@ -60,7 +60,7 @@ class UnfitRows:
         if len(self.named) < NUM_NAMED:
             self.named.append(str(error))
         if self.count > self.allowed:
-            more = f"; it is the {self.count}th unfit row, and {self.section}.max_bad_rows is {self.allowed}" if self.allowed else ""
+            more = f"; it is unfit row number {self.count}, and {self.section}.max_bad_rows is {self.allowed}" if self.allowed else ""
             raise ConfigError(f"{error}{more}")
 
 
