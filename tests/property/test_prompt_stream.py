@@ -114,7 +114,7 @@ def test_shares_are_the_smallest_whole_numbers(weights: list[float], expected: l
 
 
 def test_shares_of_weights_that_no_short_cycle_can_show_are_rounded() -> None:
-    assert shares([1 / 3, 2 / 3]) == [round(MAX_CYCLE / 3), round(MAX_CYCLE * 2 / 3)]
+    assert shares([1.23456789, 1]) == [5525, 4475]  # 10,000 * 1.23456789 / 2.23456789 = 5524.8
     assert shares([1e-9, 1.0]) == [1, MAX_CYCLE]
 
 
