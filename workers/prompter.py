@@ -14,7 +14,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -87,18 +87,16 @@ class PrompterLoop:
     def _recover(self) -> None:
         """Read back what was issued, and of what retention has deleted from the queue that its seats were trained."""
         reader, plan = LogReader(self._worker.connection), self._worker.plan
-        for record in reader.read_to_end([(plan.topic("control.group-outcomes"), 0)]):
+        queue = [(plan.topic("prompt.groups"), partition) for partition in range(plan.queue_partitions)]
+        issued: dict[int, list[PromptGroupIssued]] = {}
+        for record in reader.read_to_end([*queue, (plan.topic("control.group-outcomes"), 0)]):
             event = self._known(record)
-            if isinstance(event, PromptGroupEnded) and event.outcome is Outcome.TRAINED:
+            if isinstance(event, PromptGroupIssued):
+                issued.setdefault(record.partition, []).append(event)
+                self._remember_issue(event)
+            elif isinstance(event, PromptGroupEnded) and event.outcome is Outcome.TRAINED:
                 self._seats.add(Place(event.train_step, event.group_index))
-        for partition in range(plan.queue_partitions):
-            records = reader.read_to_end([(plan.topic("prompt.groups"), partition)])
-            events = [event for record in records if isinstance(event := self._known(record), PromptGroupIssued)]
-            if records and records[0].offset:
-                self._begin_behind_purged(events)
-            for event in events:
-                passed_over = [int(row) for row in event.passed_over if row.isdecimal()]
-                self._remember(IssuedGroup(Place(event.train_step, event.group_index), event.attempt, event.row), passed_over)
+        self._begin_behind_purged({number: events for number, events in issued.items() if reader.watermarks(queue[number][0], number)[0]})
         reader.close()
         if self._issued:
             log.info("prompts.recovered", num_prompt_groups=len(self._issued), next_row=self._chooser.floor)
@@ -111,12 +109,21 @@ class PrompterLoop:
                 return event
         return None
 
-    def _begin_behind_purged(self, left: Sequence[PromptGroupIssued]) -> None:
-        """Count rows that retention may have deleted from a partition as taken: new rows are issued in the order of the blocks."""
+    def _remember_issue(self, event: PromptGroupIssued) -> None:
+        passed_over = [int(row) for row in event.passed_over if row.isdecimal()]
+        self._remember(IssuedGroup(Place(event.train_step, event.group_index), event.attempt, event.row), passed_over)
+
+    def _begin_behind_purged(self, left: Mapping[int, Sequence[PromptGroupIssued]]) -> None:
+        """Count rows that retention may have deleted from a partition as taken: new rows are issued in the order of the blocks.
+
+        Args:
+            left: What purged partitions of the queue still hold, in order.
+        """
         size = self._chooser.block_rows
-        first = next((event.row for event in left if not event.attempt), None)
-        if first is not None:
-            self._chooser.begin_at(first if size == 1 else (first // size + 1) * size)
+        for events in left.values():
+            first = next((event.row for event in events if not event.attempt), None)
+            if first is not None:
+                self._chooser.begin_at(first if size == 1 else (first // size + 1) * size)
 
     def _remember(self, group: IssuedGroup, passed_over: Iterable[int]) -> None:
         self._issued[group.prompt_group_id] = group

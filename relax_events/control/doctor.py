@@ -131,7 +131,11 @@ class PromptCheck:
             result = pool.score_batch([item])[0]
         if isinstance(result, RelaxError):
             raise result
-        return f"{config.reward.function} gives {result.reward:g} for the reference answer of the first prompt"
+        own = [part.reward for part in config.evaluation.datasets if part.reward is not None]
+        for reward in own:
+            RewardPool(reward).close()
+        more = f"; {', '.join(reward.function for reward in own)} for evaluation loads" if own else ""
+        return f"{config.reward.function} gives {result.reward:g} for the reference answer of the first prompt{more}"
 
 
 def _left_out(source: PromptSource) -> str:

@@ -37,7 +37,7 @@ class PromptChooser:
             judges: Each may pass over a row; the places in the order that they give are added.
             block_rows: Rows among which the order chooses.
             first_row: Of the stream; those before it are another run's.
-            beat: Called once for each block that is looked at, which may take long.
+            beat: Called once for each block that is judged, which may take long.
         """
         self._stream, self._judges, self._beat = stream, judges, beat
         self.block_rows = block_rows
@@ -94,7 +94,8 @@ class PromptChooser:
     def _judged(self, train_step: int, passed_over: dict[int, str]) -> list[int]:
         """Return the rows of the first block that has any, in order; blocks that have none are passed over."""
         while True:
-            self._beat()
+            if self._judges:
+                self._beat()
             first = self._floor - self._floor % self.block_rows
             rows = [row for row in range(max(first, self._floor), first + self.block_rows) if row not in self._known]
             verdicts = {row: self._verdict(row, train_step) for row in rows}

@@ -19,7 +19,7 @@ from relax_events.errors import ConfigError
 
 ALL_ROWS = slice(None)
 ROWS_AT_ONCE = 1024
-CACHE_BYTES = 64 * 1024**2
+CACHE_BYTES = 32 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class RowGroup:
 
 
 class ParquetSource:
-    """Rows of Parquet files, read on demand: memory is that of the row groups read last, up to 64 MiB or one of them.
+    """Rows of Parquet files, read on demand: memory is that of the row groups read last, up to 32 MiB or one of them.
 
     Every row is checked once when the files are opened, a batch at a time, so that a bad one stops a run before it starts.
     """

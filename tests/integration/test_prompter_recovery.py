@@ -90,7 +90,11 @@ def test_prompts_that_earned_too_much_do_not_come_round_again(
     events = issued_by_prompter(config, connection, num_records=6)
     second = sorted((event.prompt_group_id, event.row, event.passed_over) for event in events if event.train_step == 1)
     # Rows 3, 4 and 5 of the stream are the three prompts again, and so on: only the second, at 4, 7 and 10, is taken.
-    drops = [{"3": "pass_rate_too_high"}, {"5": "pass_rate_too_low", "6": "pass_rate_too_high"}, {"8": "pass_rate_too_low", "9": "pass_rate_too_high"}]
+    drops = [
+        {"3": "pass_rate_too_high"},
+        {"5": "pass_rate_too_low", "6": "pass_rate_too_high"},
+        {"8": "pass_rate_too_low", "9": "pass_rate_too_high"},
+    ]
     assert second == [(f"000001-000{seat}-0", 4 + 3 * seat, drops[seat]) for seat in range(3)]
 
 

@@ -51,7 +51,9 @@ def test_rows_come_in_the_order_of_the_stream_without_judges(rows: int, first: i
     assert taken == [Choice(row) for row in range(first, first + sum(counts))]
 
 
-@given(rows=st.integers(min_value=8, max_value=60), block_rows=BLOCKS, counts=st.lists(st.integers(min_value=1, max_value=10), min_size=1, max_size=6))
+@given(
+    rows=st.integers(min_value=8, max_value=60), block_rows=BLOCKS, counts=st.lists(st.integers(min_value=1, max_value=10), min_size=1, max_size=6)
+)
 def test_hook_orders_within_blocks_and_every_row_is_taken_or_passed_over_once(rows: int, block_rows: int, counts: list[int]) -> None:
     chooser = PromptChooser(stream_of(rows), [backwards], block_rows=block_rows)
     choices = [choice for count in counts for choice in chooser.take(count, train_step=0)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
+import pyarrow as pa
 import pytest
+from pyarrow import parquet as pq
 
 from relax_events.config import DataConfig
 from relax_events.data import parquet
@@ -18,7 +18,7 @@ from relax_events.errors import ConfigError
 
 def write_table(path: Path, rows: list[dict[str, Any]], *, row_group_size: int = 3) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=row_group_size)
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=row_group_size)
     return path
 
 

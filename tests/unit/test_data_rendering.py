@@ -148,9 +148,9 @@ def test_renderer_names_the_conversation_that_the_template_refuses(folder: Path,
 
 def test_renderer_refuses_a_template_file_that_is_none(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.jinja").write_text("{% if %}")
-    with pytest.raises(ConfigError, match="is no Jinja template: .*; set data.chat_template_file"):
+    with pytest.raises(ConfigError, match=r"is no Jinja template: .*; set data.chat_template_file"):
         PromptRenderer.from_folder(folder, DataConfig(source="jsonl:x", chat_template_file=tmp_path / "broken.jinja"))
-    with pytest.raises(ConfigError, match="missing.jinja can't be read: .*; set data.chat_template_file"):
+    with pytest.raises(ConfigError, match=r"missing.jinja can't be read: .*; set data.chat_template_file"):
         PromptRenderer.from_folder(folder, DataConfig(source="jsonl:x", chat_template_file=tmp_path / "missing.jinja"))
 
 

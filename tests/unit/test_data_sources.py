@@ -4,7 +4,7 @@ import gzip
 import json
 from pathlib import Path
 
-import pyarrow
+import pyarrow as pa
 import pytest
 
 from relax_events.config import DataConfig
@@ -137,7 +137,7 @@ def test_jsonl_reads_compressed_files(tmp_path: Path, suffix: str) -> None:
     if suffix == "gz":
         path.write_bytes(gzip.compress(text))
     else:
-        with pyarrow.output_stream(path) as stream:
+        with pa.output_stream(path) as stream:
             stream.write(text)
     source = open_source(jsonl(path), seed=0)
     assert (source.rows, source.row(299).answer, source.row(0).answer) == (300, "299", "0")
