@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import numpy as np
 import structlog
@@ -18,6 +19,8 @@ from relax_events.rewards.pool import RewardItem, RewardPool
 
 log = structlog.get_logger()
 STEP_SECONDS = 0.25
+SCORED_AT_ONCE = 4
+"""Samples for each process of the reward: when all of them hang, the beat is late by so many times the reward's deadline."""
 
 
 class EvaluationPass:
@@ -36,6 +39,7 @@ class EvaluationPass:
         renderer: PromptRenderer,
         rewards: RewardPool,
         config: RunConfig,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin at the first row.
 
@@ -46,7 +50,9 @@ class EvaluationPass:
             renderer: Of the policy.
             rewards: Score its completions.
             config: The run.
+            beat: Called while samples are scored, which takes long where a reward function hangs.
         """
+        self._beat, self._num_at_once = beat, SCORED_AT_ONCE * (dataset.reward or config.reward).processes
         self._dataset, self._source = dataset, source
         self._engine, self._renderer, self._rewards = engine, renderer, rewards
         self._sampling = dataset.sampling or config.engine.sampling
@@ -68,8 +74,10 @@ class EvaluationPass:
         while self._next_row < self._source.rows and self._has_room():
             self._submit(self._next_row)
             self._next_row += 1
-        if samples := self._engine.poll(timeout_seconds=STEP_SECONDS):
-            self._score(samples)
+        samples = self._engine.poll(timeout_seconds=STEP_SECONDS)
+        for start in range(0, len(samples), self._num_at_once):
+            self._score(samples[start : start + self._num_at_once])
+            self._beat()
 
     def abort(self) -> None:
         """Take back what runs in the engine."""

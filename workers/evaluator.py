@@ -150,6 +150,7 @@ class EvaluatorLoop:
             renderer=self._renderer,
             rewards=self._rewards[dataset.name],
             config=self._config,
+            beat=lambda: self._worker.tick(working=True),
         )
         while not one.is_over:
             if self._worker.drain.requested:

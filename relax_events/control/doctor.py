@@ -14,7 +14,7 @@ from relax_events.config import RunConfig
 from relax_events.control.address import OPERATOR, embedded_broker, open_admin, with_bootstrap_servers
 from relax_events.control.requirements import require_metrics_ports, require_model, require_roles
 from relax_events.control.topics.applying import plan_changes
-from relax_events.data.judging import LengthJudge, judges_length
+from relax_events.data.judging import HookJudge, LengthJudge, judges_length
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow, PromptSource
 from relax_events.data.sources import evaluated_parts, named_parts, open_source
@@ -115,6 +115,9 @@ class PromptCheck:
         opened = [(part.source, open_source(part, seed=config.run.seed, section=section)) for section, part in named_parts(config.data)]
         self._first = opened[0][1].row(0)
         texts = [f"{source.rows} prompts in {name}{_left_out(source)}" for name, source in opened]
+        if config.data.hook:
+            place = HookJudge(config.data.hook)(self._first, mean_rewards=(), train_step=0)
+            texts.append(f"{config.data.hook} gives {place} for the first")
         texts += [text for _, source in opened if (text := _lengths(config, source))]
         for section, part in evaluated_parts(config):
             source = open_source(part, seed=config.run.seed, section=section)

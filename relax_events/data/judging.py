@@ -8,6 +8,7 @@ starts again judges as the one before.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.metadata import EntryPoint
 from typing import Any, Protocol
 
 import orjson
@@ -17,7 +18,7 @@ from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow
 from relax_events.data.stream import DataPlace
 from relax_events.errors import ConfigError, PoisonSample
-from relax_events.plugins import find_plugin
+from relax_events.plugins import FilePlugin, find_plugin
 
 HOOKS = "relax_events.data_hooks"
 Verdict = float | str
@@ -95,7 +96,7 @@ class HookJudge:
             ConfigError: There is no such file or function, or the file fails to load.
         """
         self._name = name
-        self._function = find_plugin(HOOKS, name, what=f"data.hook = {name!r}").load()
+        self._function = find_hook(name).load()
 
     def __call__(self, row: PromptRow, *, mean_rewards: Sequence[float], train_step: int) -> Verdict:
         """See `Judge`.
@@ -114,6 +115,15 @@ class HookJudge:
         if not isinstance(given, int | float) or given != given:
             raise ConfigError(f"data.hook {self._name} gave {given!r:.60} for prompt {prompt!r:.80}; it must give a number, True, False or None")
         return 0.0 if given is True else float(given)
+
+
+def find_hook(name: str) -> EntryPoint | FilePlugin:
+    """Find the function of `data.hook` without loading it.
+
+    Raises:
+        ConfigError: There is no such file, or no function of that name is installed.
+    """
+    return find_plugin(HOOKS, name, what=f"data.hook = {name!r}")
 
 
 def judges_of(config: DataConfig, *, renderer: PromptRenderer | None) -> list[Judge]:
