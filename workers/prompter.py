@@ -14,7 +14,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -88,15 +88,18 @@ class PrompterLoop:
         """Read back what was issued, and of what retention has deleted from the queue that its seats were trained."""
         reader, plan = LogReader(self._worker.connection), self._worker.plan
         queue = [(plan.topic("prompt.groups"), partition) for partition in range(plan.queue_partitions)]
-        issued: dict[int, list[PromptGroupIssued]] = {}
+        first_rows: dict[int, int] = {}
         for record in reader.read_to_end([*queue, (plan.topic("control.group-outcomes"), 0)]):
             event = self._known(record)
             if isinstance(event, PromptGroupIssued):
-                issued.setdefault(record.partition, []).append(event)
                 self._remember_issue(event)
+                if not event.attempt:
+                    first_rows.setdefault(record.partition, event.row)
             elif isinstance(event, PromptGroupEnded) and event.outcome is Outcome.TRAINED:
                 self._seats.add(Place(event.train_step, event.group_index))
-        self._begin_behind_purged({number: events for number, events in issued.items() if reader.watermarks(queue[number][0], number)[0]})
+        for partition, row in first_rows.items():
+            if reader.watermarks(*queue[partition])[0]:
+                self._chooser.begin_at_block_of(row)
         reader.close()
         if self._issued:
             log.info("prompts.recovered", num_prompt_groups=len(self._issued), next_row=self._chooser.floor)
@@ -112,18 +115,6 @@ class PrompterLoop:
     def _remember_issue(self, event: PromptGroupIssued) -> None:
         passed_over = [int(row) for row in event.passed_over if row.isdecimal()]
         self._remember(IssuedGroup(Place(event.train_step, event.group_index), event.attempt, event.row), passed_over)
-
-    def _begin_behind_purged(self, left: Mapping[int, Sequence[PromptGroupIssued]]) -> None:
-        """Count rows that retention may have deleted from a partition as taken: new rows are issued in the order of the blocks.
-
-        Args:
-            left: What purged partitions of the queue still hold, in order.
-        """
-        size = self._chooser.block_rows
-        for events in left.values():
-            first = next((event.row for event in events if not event.attempt), None)
-            if first is not None:
-                self._chooser.begin_at(first if size == 1 else (first // size + 1) * size)
 
     def _remember(self, group: IssuedGroup, passed_over: Iterable[int]) -> None:
         self._issued[group.prompt_group_id] = group

@@ -40,7 +40,7 @@ class PromptChooser:
             beat: Called once for each block that is judged, which may take long.
         """
         self._stream, self._judges, self._beat = stream, judges, beat
-        self.block_rows = block_rows
+        self._block_rows = block_rows
         self._floor = first_row
         self._known: set[int] = set()
         self.history = History()
@@ -56,9 +56,13 @@ class PromptChooser:
             self._known.add(row)
             self._settle()
 
-    def begin_at(self, row: int) -> None:
-        """Enter all rows before this one: what became of them the log does not tell any more."""
-        self._floor = max(self._floor, row)
+    def begin_at_block_of(self, row: int) -> None:
+        """Enter all rows before this one, the first that the log still tells of: those before it may have been deleted.
+
+        Blocks are issued in order, and the rows of a block in any; so it is the rows up to the end of this one's block.
+        """
+        size = self._block_rows
+        self._floor = max(self._floor, row if size == 1 else (row // size + 1) * size)
         self._known = {known for known in self._known if known >= self._floor}
         self._settle()
 
@@ -96,8 +100,8 @@ class PromptChooser:
         while True:
             if self._judges:
                 self._beat()
-            first = self._floor - self._floor % self.block_rows
-            rows = [row for row in range(max(first, self._floor), first + self.block_rows) if row not in self._known]
+            first = self._floor - self._floor % self._block_rows
+            rows = [row for row in range(max(first, self._floor), first + self._block_rows) if row not in self._known]
             verdicts = {row: self._verdict(row, train_step) for row in rows}
             if kept := sorted((place, row) for row, place in verdicts.items() if not isinstance(place, str)):
                 return [row for _, row in kept]
@@ -119,7 +123,7 @@ class PromptChooser:
         return place
 
     def _refuse_to_starve(self, passed_over: Mapping[int, str]) -> None:
-        limit = min(MAX_PASSED_OVER, 2 * max(self._stream.rows, self.block_rows))
+        limit = min(MAX_PASSED_OVER, 2 * max(self._stream.rows, self._block_rows))
         if len(passed_over) > limit:
             reasons = sorted({*passed_over.values()})
             remedy = "widen data.min_prompt_tokens, data.max_prompt_tokens, data.pass_rate or data.hook"

@@ -11,6 +11,7 @@ from pathlib import Path
 from broker_steps import TIMEOUT_SECONDS, fetch_until
 from event_samples import issued, published
 
+from relax_events.broker.admin import Admin
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import LogReader
 from relax_events.broker.producer import RecordProducer
@@ -20,7 +21,7 @@ from relax_events.data.judging import judges_of
 from relax_events.data.sources import open_source
 from relax_events.data.stream import PromptStream
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import ChatMessage, Outcome, PromptGroupIssued
+from relax_events.events.types import ChatMessage, Outcome, PromptGroupIssued, TopicOffset
 from relax_events.policy import end_of
 from relax_events.topics import TopicPlan
 from workers.opening import open_worker
@@ -70,6 +71,22 @@ def test_rows_of_lost_records_are_issued_before_new_ones(
     events = issued_by_prompter(config, connection, num_records=8)
     rows = {event.prompt_group_id: event.row for event in events}
     assert [rows[f"00000{step}-000{seat}-0"] for step in (0, 1) for seat in range(4)] == [0, 1, 3, 4, 5, 6, 7, 8]
+
+
+def test_rows_of_purged_records_are_not_issued_again(
+    apply_run: Callable[..., RunConfig], producer: RecordProducer, connection: Connection, admin: Admin, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{number}", "answer": ""}}\n' for number in range(20)))
+    config = apply_run(run={"groups_per_step": 2, "num_steps": 3, "max_staleness": 0}, data={"source": f"jsonl:{tmp_path / 'rows.jsonl'}"})
+    plan = TopicPlan.of(config)
+    written = [issued(f"00000{step}-000{seat}-0", row=2 * step + seat) for step in (0, 1) for seat in (0, 1)]
+    producer.write(OutRecord(plan.topic("prompt.groups"), CODEC.encode(event), key=event.prompt_group_id, partition=0) for event in written)
+    ends = [end_of(event.prompt_group_id, Outcome.TRAINED, policy_version=0, trainer_version=0) for event in written[:2]]
+    producer.write([OutRecord(plan.topic("control.group-outcomes"), CODEC.encode(event), partition=0) for event in ends])
+    admin.delete_records([TopicOffset(plan.topic("prompt.groups"), 0, 2)])
+    producer.write([OutRecord(plan.topic("control.policy-versions"), CODEC.encode(published(version))) for version in (0, 1, 2)])
+    events = issued_by_prompter(config, connection, num_records=4)
+    assert sorted((event.prompt_group_id, event.row) for event in events if event.train_step == 2) == [("000002-0000-0", 4), ("000002-0001-0", 5)]
 
 
 def test_prompts_that_earned_too_much_do_not_come_round_again(

@@ -104,13 +104,14 @@ def test_rewards_of_the_past_decide_about_rows_that_come_round_again() -> None:
     assert (second.row, dict(second.passed_over)) == (7, {5: "pass_rate_too_low", 6: "pass_rate_too_high"})
 
 
-def test_rows_before_the_beginning_are_never_taken() -> None:
-    chooser = PromptChooser(stream_of(10))
+@pytest.mark.parametrize(("block_rows", "floor", "rows"), [(1, 7, [7, 9, 10]), (4, 9, [9, 10, 11])])
+def test_rows_that_the_log_tells_no_more_are_never_taken(block_rows: int, floor: int, rows: list[int]) -> None:
+    chooser = PromptChooser(stream_of(10), block_rows=block_rows)
     for row in (3, 5, 6, 8):
         chooser.mark(row)
-    chooser.begin_at(5)
-    assert chooser.floor == 7
-    assert [choice.row for choice in chooser.take(3, train_step=0)] == [7, 9, 10]
+    chooser.begin_at_block_of(5)
+    assert chooser.floor == floor
+    assert [choice.row for choice in chooser.take(3, train_step=0)] == rows
 
 
 def test_judges_that_pass_over_everything_end_the_search() -> None:
