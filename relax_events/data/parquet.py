@@ -7,6 +7,7 @@ from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,12 @@ class ParquetSource:
                     row += num_rows
         return [group for group in groups if group.num_rows]
 
-    def _opened(self, path: Path) -> Any:
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[Any]:
         try:
-            return parquet.ParquetFile(path)
-        except (OSError, pa.ArrowInvalid) as error:
+            with parquet.ParquetFile(path) as file:
+                yield file
+        except (OSError, pa.ArrowException) as error:
             raise ConfigError(f"data file {path} can't be read as Parquet: {error}; set {self._section}.source") from None
 
     def _table(self, number: int) -> pa.Table:

@@ -116,6 +116,15 @@ def test_parquet_refuses_what_is_none(tmp_path: Path) -> None:
         source_of(f"{tmp_path / 'empty.parquet'}[5:]")
 
 
+def test_parquet_names_the_file_whose_pages_are_damaged(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "rows.parquet", numbered(0, 2000), row_group_size=2000)
+    whole = bytearray(path.read_bytes())
+    whole[100:1000] = bytes(900)
+    path.write_bytes(whole)
+    with pytest.raises(ConfigError, match=r"rows.parquet can't be read as Parquet: .*; set data.source"):
+        source_of(path)
+
+
 @pytest.mark.parametrize("index", [-1, 2])
 def test_parquet_has_no_rows_beyond_its_ends(tmp_path: Path, index: int) -> None:
     source = source_of(write_table(tmp_path / "rows.parquet", numbered(0, 2)))
