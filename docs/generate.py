@@ -66,7 +66,8 @@ def _section(name: str, kind: Any) -> list[str]:
         default = "required" if field.default is PydanticUndefined and field.default_factory is None else f"`{_default(field)}`"
         rows.append(f"| `{key}` | {default} | {_one_line(field.description)} |")
     lead = _one_line(model.__doc__)
-    return [f"## [{name}]", lead, "\n".join(["| key | default | meaning |", "|---|---|---|", *rows]), *nested]
+    heading = f"## [[{name}]]" if typing.get_origin(kind) is tuple else f"## [{name}]"
+    return [heading, lead, "\n".join(["| key | default | meaning |", "|---|---|---|", *rows]), *nested]
 
 
 def _default(field: Any) -> Any:

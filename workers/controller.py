@@ -6,6 +6,7 @@ Its state is the control log; a controller that is killed starts again and knows
 from __future__ import annotations
 
 import queue
+import time
 
 import structlog
 
@@ -41,6 +42,7 @@ class ControllerLoop:
         self._restarted: dict[str, int] = {}
         self._purger = Purger(self._config, worker.connection, open_store(self._config), worker.codec)
         self._retention = RetentionKeeper(self._purger, self._config)
+        self._all_trained_at = 0.0
         self._leader: RunState | None = None
         self._leader_follower: ControlFollower | None = None
 
@@ -92,7 +94,7 @@ class ControllerLoop:
         run, state, num_steps = self._config.run, self._state, self._config.num_train_steps
         if state.ended is not None:
             return
-        if state.num_steps >= num_steps:
+        if state.num_steps >= num_steps and self._is_evaluated():
             self._command(Command.STOP, reason=f"all {num_steps} train steps are committed", succeeded=True)
         elif self._leader is not None and self._leader.ended is not None and state.policy_version >= self._leader.policy_version:
             done = f"all {state.num_steps} train steps of run {self._config.source.run} are trained"
@@ -100,6 +102,18 @@ class ControllerLoop:
         elif state.failed_in_a_row >= run.max_failed_groups:
             failed = f"{state.failed_in_a_row} prompt groups failed in a row (run.max_failed_groups)"
             self._command(Command.STOP, reason=f"{failed}; the last one: {state.last_failure}")
+
+    def _is_evaluated(self) -> bool:
+        """Tell whether the last version was evaluated on everything, or has had its time."""
+        evaluation, version = self._config.evaluation, self._config.last_version
+        missing = [dataset.name for dataset in evaluation.datasets if (version, dataset.name) not in self._state.evaluations]
+        if not missing:
+            return True
+        self._all_trained_at = self._all_trained_at or time.monotonic()
+        if time.monotonic() - self._all_trained_at < evaluation.final_seconds:
+            return False
+        log.warning("evaluation.overdue", policy_version=version, missing=missing, seconds=evaluation.final_seconds)
+        return True
 
     def _look_for_hung(self) -> None:
         """Have a worker restarted that breathes no more: its work loop owes a beat every `workers.beat_seconds`."""

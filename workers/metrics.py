@@ -10,7 +10,7 @@ import orjson
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
-from relax_events.events.types import Event, MetricsReported, TrainStepCommitted
+from relax_events.events.types import Event, MetricsReported, PolicyEvaluated, TrainStepCommitted
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.worker import Worker
 from workers.opening import open_worker
@@ -21,7 +21,7 @@ Track = Callable[[dict[str, float], int, str], None]
 
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
-    with open_worker("metrics", config, index=index, follow=("control.metrics", "control.train-steps")) as worker:
+    with open_worker("metrics", config, index=index, follow=("control.metrics", "control.train-steps", "control.evaluations")) as worker:
         MetricsLoop(worker).run()
 
 
@@ -56,9 +56,20 @@ class MetricsLoop:
             self._track(event.figures, event.train_step, "train")
             self._track(event.phase_seconds, event.train_step, "phase_seconds")
             return {"train_step": event.train_step, "at": event.committed_at, **event.figures, "phase_seconds": event.phase_seconds}
+        if isinstance(event, PolicyEvaluated):
+            figures = evaluation_figures(event)
+            self._track(figures, event.policy_version, f"evaluation/{event.dataset}")
+            return {"dataset": event.dataset, "at": event.evaluated_at, "policy_version": event.policy_version, **figures}
         if isinstance(event, MetricsReported):
             return {"worker_id": event.worker_id, "at": event.reported_at, "policy_version": event.policy_version, **event.values}
         return None
+
+
+def evaluation_figures(event: PolicyEvaluated) -> dict[str, float]:
+    """Return the figures of an evaluation that are known, by name."""
+    figures = {"reward_mean": event.reward_mean, "reward_stderr": event.reward_stderr, "completion_tokens_mean": event.completion_tokens_mean}
+    passes = {f"pass_at_{k}": value for k, value in event.pass_at_k.items()}
+    return {name: value for name, value in figures.items() if value is not None} | passes
 
 
 def open_tracker(config: RunConfig) -> Track:

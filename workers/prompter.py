@@ -1,23 +1,33 @@
 """The prompter: issues prompt groups, step by step, as policy versions are published.
 
 Admission control is the staleness bound: the prompt groups of step s are issued once version s - max_staleness is out.
-A prompt group that ended untrained is issued again or replaced, so that every step gets its batch. What was issued is
-read back from the log at the start, and ids are derived, so a prompter may die at any instruction.
+A prompt group that ended untrained is issued again or replaced, so that every step gets its batch. What was issued, and which rows
+were passed over, is read back from the log at the start, and ids are derived, so a prompter may die at any instruction.
+
+Where what prompts earned decides about them, a step is admitted when the last end of the step before it on the log of ends has been
+read, and a seat is filled when the end that freed it has: so every choice follows from a beginning of that one log, and a prompter that
+starts again chooses alike.
 """
 
 from __future__ import annotations
 
 import queue
 import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import structlog
 
 from relax_events.broker.consumer import LogReader
 from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
+from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
-from relax_events.data.sources import open_source
+from relax_events.data.choosing import Choice, PromptChooser
+from relax_events.data.judging import Judge, judges_length, judges_of, needs_history
+from relax_events.data.rendering import PromptRenderer
+from relax_events.data.sources import open_stream
 from relax_events.data.stream import PromptStream
 from relax_events.errors import CorruptRecord, PoisonSample, SchemaError
 from relax_events.events.types import Event, Outcome, PolicyVersionPublished, PromptGroupEnded, PromptGroupIssued
@@ -34,21 +44,31 @@ IDLE_SECONDS = 0.5
 
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
-    source = open_source(config.data, seed=config.run.seed)
+    stream = open_stream(config.data, seed=config.run.seed)
+    renderer = PromptRenderer.from_folder(config.model.path, config.data) if judges_length(config.data) else None
+    judges = judges_of(config.data, renderer=renderer)
     with open_worker("prompter", config, index=index, follow=("control.group-outcomes",), linger_ms=0) as worker:
-        PrompterLoop(worker, PromptStream(source, seed=config.run.seed, shuffle=config.data.shuffle)).run()
+        PrompterLoop(worker, stream, judges).run()
 
 
 class PrompterLoop:
     """Waits for the control log: a published version admits a step, an untrained end frees a seat."""
 
-    def __init__(self, worker: Worker, stream: PromptStream) -> None:
+    def __init__(self, worker: Worker, stream: PromptStream, judges: Sequence[Judge] = ()) -> None:
         self._worker, self._stream, self._config = worker, stream, worker.config
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._issued: dict[str, IssuedGroup] = {}
         self._seats: set[Place] = set()
-        self._next_row = self._config.source.from_row
         self._next_step = self._config.first_version
+        self._needs_history = needs_history(self._config.data)
+        self._trained: Counter[int] = Counter()
+        self._chooser = PromptChooser(
+            stream,
+            judges,
+            block_rows=self._config.data.hook_block_rows if self._config.data.hook else 1,
+            first_row=self._config.source.from_row,
+            beat=lambda: worker.tick(working=True),
+        )
         # A record batch for each prompt group, so that a share consumer can lease one at a time.
         self._producer = RecordProducer(worker.connection, one_record_per_batch=True)
 
@@ -68,27 +88,57 @@ class PrompterLoop:
         """Read back what was issued, and of what retention has deleted from the queue that its seats were trained."""
         reader, plan = LogReader(self._worker.connection), self._worker.plan
         queue = [(plan.topic("prompt.groups"), partition) for partition in range(plan.queue_partitions)]
+        first_rows: dict[int, int] = {}
         for record in reader.read_to_end([*queue, (plan.topic("control.group-outcomes"), 0)]):
-            with suppress(CorruptRecord, PoisonSample, SchemaError):  # a stranger's record, which the rollout role keeps among its dead letters
-                event = self._worker.codec.decode(record.value)
-                if isinstance(event, PromptGroupIssued) and not is_guest(check_issued(event).prompt_group_id):
-                    self._remember(IssuedGroup(Place(event.train_step, event.group_index), event.attempt, event.row))
-                elif isinstance(event, PromptGroupEnded) and event.outcome is Outcome.TRAINED:
-                    self._seats.add(Place(event.train_step, event.group_index))
+            event = self._known(record)
+            if isinstance(event, PromptGroupIssued):
+                self._remember_issue(event)
+                if not event.attempt:
+                    first_rows.setdefault(record.partition, event.row)
+            elif isinstance(event, PromptGroupEnded) and event.outcome is Outcome.TRAINED:
+                self._seats.add(Place(event.train_step, event.group_index))
+        for partition, row in first_rows.items():
+            if reader.watermarks(*queue[partition])[0]:
+                self._chooser.begin_at_block_of(row)
         reader.close()
         if self._issued:
-            log.info("prompts.recovered", num_prompt_groups=len(self._issued), next_row=self._next_row)
+            log.info("prompts.recovered", num_prompt_groups=len(self._issued), next_row=self._chooser.floor)
 
-    def _remember(self, group: IssuedGroup) -> None:
+    def _known(self, record: Record) -> Event | None:
+        """Return a record's event; None for a stranger's, which the rollout role keeps among its dead letters."""
+        with suppress(CorruptRecord, PoisonSample, SchemaError):
+            event = self._worker.codec.decode(record.value)
+            if not isinstance(event, PromptGroupIssued) or not is_guest(check_issued(event).prompt_group_id):
+                return event
+        return None
+
+    def _remember_issue(self, event: PromptGroupIssued) -> None:
+        passed_over = [int(row) for row in event.passed_over if row.isdecimal()]
+        self._remember(IssuedGroup(Place(event.train_step, event.group_index), event.attempt, event.row), passed_over)
+
+    def _remember(self, group: IssuedGroup, passed_over: Iterable[int]) -> None:
         self._issued[group.prompt_group_id] = group
         self._seats.add(group.place)
-        self._next_row = max(self._next_row, group.row + 1)
+        for row in (group.row, *passed_over):
+            self._chooser.mark(row)
 
     def _take(self, event: Event | None) -> None:
         if isinstance(event, PolicyVersionPublished):
-            self._admit(event.policy_version)
+            if not self._needs_history or event.policy_version == self._config.first_version:
+                self._admit(event.policy_version)
         elif isinstance(event, PromptGroupEnded):
-            self._replace(event)
+            self._note_end(event)
+
+    def _note_end(self, event: PromptGroupEnded) -> None:
+        ended = self._issued.get(event.prompt_group_id)
+        if ended is not None and event.mean_reward is not None and event.outcome in (Outcome.TRAINED, Outcome.FILTERED):
+            self._chooser.note_reward(ended.row, event.mean_reward)
+        if event.outcome is Outcome.TRAINED:
+            self._trained[event.trainer_version] += 1
+            if self._needs_history and self._trained[event.trainer_version] == self._config.run.groups_per_step:
+                self._admit(event.trainer_version + 1)
+        elif ended is not None:
+            self._replace(ended, event.outcome)
 
     def _admit(self, published_version: int) -> None:
         """Issue every seat of the admitted steps that is still empty."""
@@ -96,29 +146,31 @@ class PrompterLoop:
         steps = admitted_steps(published_version, max_staleness=run.max_staleness, num_steps=run.num_steps)
         new_steps = range(self._next_step, steps.stop)
         places = due_places(self._seats, steps=new_steps, groups_per_step=run.groups_per_step)
-        self._issue([IssuedGroup(place, 0, self._next_row + number) for number, place in enumerate(places)])
+        choices = self._chooser.take(len(places), train_step=max(steps.stop - 1, 0))
+        self._issue([(IssuedGroup(place, 0, choice.row), choice) for place, choice in zip(places, choices, strict=True)])
         self._next_step = max(self._next_step, steps.stop)
 
-    def _replace(self, event: PromptGroupEnded) -> None:
-        ended = self._issued.get(event.prompt_group_id)
-        if ended is None or event.outcome is Outcome.TRAINED:
+    def _replace(self, ended: IssuedGroup, outcome: Outcome) -> None:
+        successor = reissue_of(ended, outcome=outcome, next_row=-1)
+        if successor is None or successor.prompt_group_id in self._issued:
             return
-        successor = reissue_of(ended, outcome=event.outcome, next_row=self._next_row)
-        if successor is not None and successor.prompt_group_id not in self._issued:
-            self._issue([successor])
+        choice = Choice(ended.row) if outcome is Outcome.EXPIRED else self._chooser.take(1, train_step=ended.place.train_step)[0]
+        self._issue([(replace(successor, row=choice.row), choice)])
 
-    def _issue(self, groups: list[IssuedGroup]) -> None:
+    def _issue(self, groups: list[tuple[IssuedGroup, Choice]]) -> None:
         if not groups:
             return
         started = time.monotonic()
-        self._producer.write(self._record(group) for group in groups)
+        self._producer.write(self._record(group, choice) for group, choice in groups)
         failpoint("prompter.after_issue")
-        for group in groups:
-            self._remember(group)
+        for group, choice in groups:
+            self._remember(group, choice.passed_over)
         self._worker.finished(len(groups), started)
-        log.info("prompt_groups.issued", num_prompt_groups=len(groups), first=groups[0].prompt_group_id, last=groups[-1].prompt_group_id)
+        first, last = groups[0][0].prompt_group_id, groups[-1][0].prompt_group_id
+        passed_over = Counter(reason for _, choice in groups for reason in choice.passed_over.values())
+        log.info("prompt_groups.issued", num_prompt_groups=len(groups), first=first, last=last, passed_over=dict(passed_over))
 
-    def _record(self, group: IssuedGroup) -> OutRecord:
+    def _record(self, group: IssuedGroup, choice: Choice) -> OutRecord:
         run, row = self._config.run, self._stream[group.row]
         required = max(group.place.train_step - run.max_staleness, 0)
         if group.attempt:
@@ -134,6 +186,8 @@ class PrompterLoop:
             messages=row.messages,
             answer=row.answer,
             metadata=row.metadata,
+            tools=row.tools,
+            passed_over={str(number): reason for number, reason in choice.passed_over.items()},
             seed=seed_of(run.seed, group),
         )
         partition = shard_of(group.prompt_group_id, shards=self._worker.plan.queue_partitions)

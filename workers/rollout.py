@@ -185,7 +185,7 @@ class RolloutLoop:
             self._fail(lease, f"given up after {MAX_DELIVERIES} deliveries: each worker that took it died or was stopped")
         else:
             try:
-                self._waiting.append(GroupInWork([lease], event, self._renderer.prompt_tokens(event.messages)))
+                self._waiting.append(GroupInWork([lease], event, self._renderer.prompt_tokens(event.messages, tools=event.tools)))
             except (PoisonSample, ValueError) as error:
                 self._worker.dead_letter(lease.record, PoisonSample(str(error)))
                 self._fail(lease, f"prompt can't be rendered: {error}")

@@ -2,7 +2,8 @@
 
 from relax_events.config.algorithm import AlgorithmConfig
 from relax_events.config.broker import BrokerConfig, ObjectsConfig
-from relax_events.config.data import DataConfig
+from relax_events.config.data import DataConfig, DatasetConfig, RowsConfig
+from relax_events.config.evaluation import EvaluationConfig, EvaluationDatasetConfig
 from relax_events.config.generation import EngineConfig, ModelConfig, SamplingConfig
 from relax_events.config.loading import load_run_config
 from relax_events.config.reward import ChosenReward, RewardConfig
@@ -14,10 +15,14 @@ __all__ = [
     "BrokerConfig",
     "ChosenReward",
     "DataConfig",
+    "DatasetConfig",
     "EngineConfig",
+    "EvaluationConfig",
+    "EvaluationDatasetConfig",
     "ModelConfig",
     "ObjectsConfig",
     "RewardConfig",
+    "RowsConfig",
     "RunConfig",
     "RunSection",
     "SamplingConfig",

@@ -2,29 +2,101 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from relax_events.config.base import Positive, Section
 
 
-class DataConfig(Section):
-    """The prompts."""
+class RowsConfig(Section):
+    """Where rows come from and which of their columns are what."""
 
     source: str
-    """`jsonl:<path>`, or `reasoning_gym:<task>` for generated problems with their own verifier."""
+    """`jsonl:<file>` (also .gz, .zst and .bz2), `parquet:<file or folder>`, or `reasoning_gym:<task>` for generated problems with
+    their own verifier. `[100:200]` at the end takes a slice of the rows, counted from 0, the last one not included."""
+    split: str = ""
+    """Of a folder in Hugging Face layout: take the files of this split only, such as `train`; empty takes all."""
     prompt_key: str = "prompt"
-    """Column that holds the prompt: a string, or a list of chat messages."""
+    """Column that holds the prompt: a string, or a list of chat messages. Dots lead into objects, here and in the other keys."""
     answer_key: str = "answer"
-    """Column that holds the reference answer for the reward."""
+    """Column that holds the reference answer for the reward; empty where there is none."""
+    metadata_keys: tuple[str, ...] | None = None
+    """Columns that reach the reward function as metadata; without it all that are not prompt, answer or tools."""
+    tools_key: str = ""
+    """Column that holds the tools that the chat template shows to the model: a list of JSON schemas."""
     system_prompt: str = ""
     """Put before every prompt as a system message, when not empty."""
-    chat_template: bool = True
-    """Render by the tokenizer's chat template; false takes the prompt as it stands."""
+    max_bad_rows: Annotated[int, Field(ge=0)] = 0
+    """Unfit rows that are left out, each named in the log; with one more than that the run does not start."""
     size: Positive = 1000
     """Number of generated problems (generated sources only)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the problem generator (generated sources only)."""
+
+
+class DatasetConfig(RowsConfig):
+    """One of several datasets that are mixed."""
+
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Share of the prompts, beside those of the other datasets; a small dataset with a large weight comes round more often."""
+
+
+class DataConfig(RowsConfig):
+    """The prompts: either one source, by the keys below, or several in `[[data.datasets]]`."""
+
+    source: str = ""
+    """See `[[data.datasets]]`, whose other keys stand here as well where the run has one source."""
+    chat_template: bool = True
+    """Render by the tokenizer's chat template; false takes the prompt as it stands."""
+    chat_template_file: Path | None = None
+    """A Jinja file to take in place of the tokenizer's own template."""
+    chat_template_options: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the template, such as `enable_thinking = false`."""
     shuffle: bool = True
     """A new order each epoch, derived from the run's seed."""
+    min_prompt_tokens: Annotated[int, Field(ge=0)] = 0
+    """Shorter prompts are passed over; 0 takes any."""
+    max_prompt_tokens: Annotated[int, Field(ge=0)] = 0
+    """Longer prompts are passed over; 0 takes any."""
+    pass_rate: tuple[float, float] | None = None
+    """Pass over a prompt whose newest mean reward lies outside of [low, high]; prompts that were never trained are taken."""
+    hook: str = ""
+    """`path/to/file.py:function` that gives each row a place in the order, or drops it."""
+    hook_block_rows: Positive = 256
+    """Rows of the stream among which the hook's order chooses."""
+    datasets: tuple[DatasetConfig, ...] = ()
+    """Several sources, mixed by weight."""
+
+    @model_validator(mode="after")
+    def _has_a_source(self) -> DataConfig:
+        if not self.source and not self.datasets:
+            raise ValueError("the prompts need a source; set data.source, or give [[data.datasets]] tables")
+        if self.source and self.datasets:
+            raise ValueError(f"data.source = {self.source!r} stands beside {len(self.datasets)} [[data.datasets]]; give one or the other")
+        fields = RowsConfig.model_fields.items()
+        given = [name for name, field in fields if name != "source" and getattr(self, name) != field.get_default(call_default_factory=True)]
+        if self.datasets and given:
+            raise ValueError(f"data.{given[0]} is a dataset's own where there are [[data.datasets]]; move it into their tables")
+        return self
+
+    @model_validator(mode="after")
+    def _bounds_leave_something(self) -> DataConfig:
+        if 0 < self.max_prompt_tokens < self.min_prompt_tokens:
+            rule = f"max_prompt_tokens must be 0 or at least min_prompt_tokens = {self.min_prompt_tokens}"
+            raise ValueError(f"{rule}, got {self.max_prompt_tokens}; set data.max_prompt_tokens")
+        if self.pass_rate is not None and not self.pass_rate[0] <= self.pass_rate[1]:
+            raise ValueError(f"pass_rate must be [low, high] with low <= high, got {list(self.pass_rate)}; set data.pass_rate")
+        return self
+
+    @property
+    def parts(self) -> Sequence[RowsConfig]:
+        """The datasets, or the one source as the only one."""
+        return self.datasets or (self,)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Of each of `parts`."""
+        return tuple(dataset.weight for dataset in self.datasets) or (1.0,)

@@ -11,6 +11,7 @@ from relax_events.config.algorithm import AlgorithmConfig
 from relax_events.config.base import Positive, Seconds, Section
 from relax_events.config.broker import BrokerConfig, ObjectsConfig
 from relax_events.config.data import DataConfig
+from relax_events.config.evaluation import EvaluationConfig
 from relax_events.config.generation import EngineConfig, ModelConfig
 from relax_events.config.reward import RewardConfig
 from relax_events.config.training import TrainerConfig, WarmStartConfig
@@ -144,6 +145,7 @@ class RunConfig(Section):
     objects: ObjectsConfig = ObjectsConfig()
     engine: EngineConfig = EngineConfig()
     reward: RewardConfig = RewardConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = TrainerConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
@@ -200,11 +202,12 @@ class RunConfig(Section):
 
     def roles(self) -> dict[str, int]:
         """Every role that this run needs, with the number of its workers."""
+        evaluator = {"evaluator": 1} if self.evaluation.datasets else {}
         if self.is_replay:
-            return {"controller": 1, "metrics": 1, "trainer": 1}
+            return {"controller": 1, "metrics": 1, "trainer": 1} | evaluator
         counts = {"controller": 1, "metrics": 1, "prompter": 1, "rollout": self.workers.rollout, "reward": self.workers.reward}
         if self.algorithm.kl_coefficient > 0:
             counts["reference"] = self.workers.reference
         if self.algorithm.old_logprobs == "actor":
             counts["actor-forward"] = self.workers.actor_forward
-        return counts | {"advantage": self.workers.advantage, "trainer": 1}
+        return counts | {"advantage": self.workers.advantage, "trainer": 1} | evaluator

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,8 +14,10 @@ from relax_events.config import RunConfig
 from relax_events.control.address import OPERATOR, embedded_broker, open_admin, with_bootstrap_servers
 from relax_events.control.requirements import require_metrics_ports, require_model, require_roles
 from relax_events.control.topics.applying import plan_changes
-from relax_events.data.rows import PromptRow
-from relax_events.data.sources import open_source
+from relax_events.data.judging import HookJudge, LengthJudge, judges_length
+from relax_events.data.rendering import PromptRenderer
+from relax_events.data.rows import PromptRow, PromptSource
+from relax_events.data.sources import evaluated_parts, named_parts, open_source
 from relax_events.errors import CheckFailed, EnvironmentProblem, RelaxError
 from relax_events.objects import ObjectStore
 from relax_events.rewards.pool import RewardItem, RewardPool
@@ -22,6 +25,7 @@ from relax_events.topics import TopicPlan
 
 MIN_FREE_BYTES = 1024**3
 PROBE = b"relax doctor"
+NUM_MEASURED = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +111,18 @@ class PromptCheck:
         self._first: PromptRow | None = None
 
     def check_data(self, config: RunConfig) -> str:
-        """The prompts can be opened (every row of a file is looked at), and the first one read."""
-        source = open_source(config.data, seed=config.run.seed)
-        self._first = source.row(0)
-        return f"{source.rows} prompts in {config.data.source}"
+        """The prompts can be opened (every row of a file is looked at), and the first one read; those of evaluations as well."""
+        opened = [(part.source, open_source(part, seed=config.run.seed, section=section)) for section, part in named_parts(config.data)]
+        self._first = opened[0][1].row(0)
+        texts = [f"{source.rows} prompts in {name}{_left_out(source)}" for name, source in opened]
+        if config.data.hook:
+            place = HookJudge(config.data.hook)(self._first, mean_rewards=(), train_step=0)
+            texts.append(f"{config.data.hook} gives {place} for the first")
+        texts += [text for _, source in opened if (text := _lengths(config, source))]
+        for section, part in evaluated_parts(config):
+            source = open_source(part, seed=config.run.seed, section=section)
+            texts.append(f"{source.rows} to evaluate {part.name} on{_left_out(source)}")
+        return "; ".join(texts)
 
     def check_reward(self, config: RunConfig) -> str:
         """The reward function loads, and scores the reference answer of the first prompt in time."""
@@ -122,4 +134,25 @@ class PromptCheck:
             result = pool.score_batch([item] * (2 if pool.takes_prompt_group else 1))[0]
         if isinstance(result, RelaxError):
             raise result
-        return f"{config.reward.function} gives {result.reward:g} for the reference answer of the first prompt"
+        own = [part.reward for part in config.evaluation.datasets if part.reward is not None]
+        for reward in own:
+            RewardPool(reward).close()
+        more = f"; {', '.join(reward.function for reward in own)} for evaluation loads" if own else ""
+        return f"{config.reward.function} gives {result.reward:g} for the reference answer of the first prompt{more}"
+
+
+def _left_out(source: PromptSource) -> str:
+    unfit = source.unfit
+    return f", {unfit.count} unfit left out, first {unfit.named[0]}" if unfit.count else ""
+
+
+def _lengths(config: RunConfig, source: PromptSource) -> str:
+    """Say how many of a source's first rows the length filters take; nothing without filters, or before there is a tokenizer."""
+    if not judges_length(config.data) or not config.model.path.exists():
+        return ""
+    renderer = PromptRenderer.from_folder(config.model.path, config.data)
+    judge = LengthJudge(renderer, min_tokens=config.data.min_prompt_tokens, max_tokens=config.data.max_prompt_tokens)
+    rows = range(min(source.rows, NUM_MEASURED))
+    reasons = Counter(verdict for row in rows if isinstance(verdict := judge(source.row(row), mean_rewards=(), train_step=0), str))
+    passed_over = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(reasons.items())) or "none"
+    return f"of its first {len(rows)} are passed over: {passed_over}"

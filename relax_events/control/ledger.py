@@ -38,6 +38,7 @@ class Ledger:
     first_version: int = 0
     purged: PurgedLog | None = None
     issued: set[str] = field(default_factory=set)
+    passed_over: dict[str, str] = field(default_factory=dict)
     outcomes: dict[str, str] = field(default_factory=dict)
     ended_versions: dict[str, int] = field(default_factory=dict)
     rolled_out: Counter[str] = field(default_factory=Counter)
@@ -55,6 +56,7 @@ class Ledger:
         """Enter an event."""
         if isinstance(event, PromptGroupIssued):
             self.issued.add(event.prompt_group_id)
+            self.passed_over.update(event.passed_over)
         elif isinstance(event, SampleRolledOut):
             self.rolled_out[event.sample_id] += 1
             self.versions_of.setdefault(event.sample_id, set()).add(event.min_policy_version)
@@ -92,6 +94,7 @@ class Ledger:
                 **{name: ended[name] for name in ("trained", "filtered", "expired", "failed")},
                 "in_flight": len(issued - self.outcomes.keys()),
             },
+            "prompts_passed_over": dict(sorted(Counter(self.passed_over.values()).items())),
             "prompt_groups_of_guests": len(everyone) - len(issued),
             "prompt_groups_purged": len(purged_groups),
             "samples_purged": len(self.purged_samples()),
@@ -168,7 +171,6 @@ class Ledger:
             f"policy versions not {self._numbers()}": self._out_of_order(self.versions),
         }
         return [f"{what}: {len(found)}, for example {found[0]}" for what, found in checks.items() if found]
-
 
     def _numbers(self) -> str:
         return ", ".join(str(self.first_version + place) for place in range(3)) + ", ..."

@@ -8,11 +8,10 @@ import sys
 from relax_events.config import RunConfig
 from relax_events.control.requirements import require_metrics_ports, require_model, require_roles
 from relax_events.control.supervisor import worker_environment
-from relax_events.data.sources import open_source
+from relax_events.data.judging import find_hook
+from relax_events.data.rendering import own_template
+from relax_events.data.sources import evaluated_parts, is_generated, named_parts, open_source
 from relax_events.errors import ConfigError, RunFailed
-
-GENERATED = "reasoning_gym:"
-"""Its generators take seconds to import, which the prompter does while the other workers start."""
 
 
 def prepare_run(config: RunConfig) -> None:
@@ -26,10 +25,23 @@ def prepare_run(config: RunConfig) -> None:
     require_roles(config)
     require_metrics_ports(config)
     require_model(config)
-    if not config.is_replay and not config.data.source.startswith(GENERATED):
-        open_source(config.data, seed=config.run.seed)
+    _check_rows(config)
     if not config.model.path.exists():
         _make_model(config)
+
+
+def _check_rows(config: RunConfig) -> None:
+    """Look at every row of every file that the run will read, and at what renders and judges them.
+
+    Generators of problems take seconds to import, which the prompter does while the other workers start.
+    """
+    own_template(config.data)
+    if config.data.hook:
+        find_hook(config.data.hook)
+    prompts = [] if config.is_replay else named_parts(config.data)
+    for section, part in [*prompts, *evaluated_parts(config)]:
+        if not is_generated(part):
+            open_source(part, seed=config.run.seed, section=section)
 
 
 def _make_model(config: RunConfig) -> None:

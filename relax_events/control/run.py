@@ -144,6 +144,7 @@ class RunSession:
     def _watch(self, supervisor: Supervisor, admin: Admin, display: ProgressDisplay) -> None:
         """Look after everything until the controller ends the run, or somebody ends us."""
         restarts = 0
+        is_told = not self._config.evaluation.datasets
         while self._state.ended is None and not self._drain.wait(TURN_SECONDS):
             self._tend_broker(display)
             while self._asked_to_kill:
@@ -153,6 +154,9 @@ class RunSession:
             if supervisor.num_restarts > restarts:
                 restarts = supervisor.num_restarts
                 display.note(f"a worker died and is started again ({restarts} so far); see {self._config.run_directory / 'logs'}")
+            if not is_told and self._state.num_steps >= self._config.num_train_steps:
+                is_told = True
+                display.note(f"all steps are trained; waiting for the evaluation of version {self._config.last_version}")
             self._show(admin, display, supervisor)
 
     def _revive_fenced(self, supervisor: Supervisor) -> None:

@@ -10,6 +10,7 @@ from relax_events.events.types import (
     Event,
     MetricsReported,
     Outcome,
+    PolicyEvaluated,
     PolicyVersionPublished,
     PromptGroupEnded,
     RunCommanded,
@@ -19,7 +20,7 @@ from relax_events.events.types import (
 )
 from relax_events.policy import is_guest
 
-FOLLOWED = ("control.train-steps", "control.group-outcomes", "control.heartbeats", "control.metrics")
+FOLLOWED = ("control.train-steps", "control.group-outcomes", "control.heartbeats", "control.metrics", "control.evaluations")
 
 
 @dataclass(slots=True)
@@ -28,6 +29,7 @@ class RunState:
 
     policy_version: int = -1
     steps: list[TrainStepCommitted] = field(default_factory=list)
+    evaluations: dict[tuple[int, str], PolicyEvaluated] = field(default_factory=dict)
     outcomes: Counter[str] = field(default_factory=Counter)
     ended_group_ids: set[str] = field(default_factory=set)
     failed_in_a_row: int = 0
@@ -46,6 +48,8 @@ class RunState:
             self.policy_version = max(self.policy_version, event.policy_version)
         elif isinstance(event, PromptGroupEnded):
             self._note_end(event)
+        elif isinstance(event, PolicyEvaluated):
+            self.evaluations.setdefault((event.policy_version, event.dataset), event)
         elif isinstance(event, WorkerBeat):
             self.workers[event.worker_id] = event
         elif isinstance(event, MetricsReported):

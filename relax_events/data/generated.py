@@ -7,8 +7,8 @@ from typing import Any
 
 import orjson
 
-from relax_events.config import DataConfig
-from relax_events.data.rows import PromptRow, with_system_prompt
+from relax_events.config import RowsConfig
+from relax_events.data.rows import PromptRow, UnfitRows, with_system_prompt
 from relax_events.errors import ConfigError, EnvironmentProblem
 from relax_events.events.types import ChatMessage
 
@@ -21,7 +21,7 @@ class GeneratedSource:
     A row's metadata is what the task's verifier needs to score an answer elsewhere: task, options, and the generator's entry.
     """
 
-    def __init__(self, task: str, config: DataConfig, *, seed: int) -> None:
+    def __init__(self, task: str, config: RowsConfig, *, seed: int) -> None:
         """Set up the generator.
 
         Args:
@@ -32,6 +32,7 @@ class GeneratedSource:
             ConfigError: There is no such task, or it does not take these options.
             EnvironmentProblem: reasoning-gym is not installed.
         """
+        self.unfit = UnfitRows("data")
         self._task = task
         self._config = config
         self._problems = create_task(task, size=config.size, seed=seed * SEED_STRIDE % 2**31, options=config.options)

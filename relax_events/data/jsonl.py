@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+import weakref
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import orjson
 
-from relax_events.config import DataConfig
-from relax_events.data.rows import PromptRow, with_system_prompt
+from relax_events.config import RowsConfig
+from relax_events.data.columns import ColumnReader
+from relax_events.data.rows import PromptRow, UnfitRows
 from relax_events.errors import ConfigError
-from relax_events.events.types import ChatMessage
 
-KINDS = {type(None): "null", dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
+COMPRESSED = (".gz", ".zst", ".bz2")
+ALL_ROWS = slice(None)
 
 
 class JsonlSource:
     """Rows of a JSON-lines file, read on demand: memory is eight bytes per row, whatever the rows hold.
 
     Every row is checked once when the file is opened, so that a bad one stops a run before it starts and not after a day.
-    Blank lines are not rows. All columns but prompt and answer become the row's metadata.
+    Blank lines are not rows. A compressed file is unpacked into a temporary one, which ends with this source.
     """
 
-    def __init__(self, path: Path, config: DataConfig) -> None:
+    def __init__(self, path: Path, config: RowsConfig, *, span: slice = ALL_ROWS, section: str = "data") -> None:
         """Index and check the file.
 
         Args:
             path: The file.
             config: Names the columns and the system prompt.
+            span: Which of its rows to take.
+            section: Where the run file names it, for errors.
         Raises:
-            ConfigError: The file can't be read or is empty, or a row is unfit; the text names file and line.
+            ConfigError: The file can't be read or has no rows, or more rows are unfit than allowed; the text names file and line.
+            EnvironmentProblem: It is compressed, and pyarrow is not installed.
         """
-        self._path = path
-        self._config = config
+        self._path, self._section = path, section
+        self._columns = ColumnReader(config, section=section)
+        self.unfit = UnfitRows(section, config.max_bad_rows)
         self._offsets = array("Q")
-        self._index()
+        self._file = self._open()
+        weakref.finalize(self, self._file.close)
+        try:
+            self._index(span)
+        except OSError as error:
+            raise self._unreadable(error) from None
 
     @property
     def rows(self) -> int:
@@ -46,25 +60,61 @@ class JsonlSource:
         """Read one row from the file."""
         if not 0 <= index < self.rows:
             raise IndexError(f"row {index} of {self._path}: it has {self.rows} rows")
-        with self._path.open("rb") as file:
-            file.seek(self._offsets[index])
-            return self._parse(file.readline(), f"row {index}")
+        self._file.seek(self._offsets[index])
+        return self._parse(self._file.readline(), f"row {index}")
 
-    def _index(self) -> None:
+    def _open(self) -> IO[bytes]:
         try:
-            with self._path.open("rb") as file:
-                offset = 0
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        self._parse(line, number)
-                        self._offsets.append(offset)
-                    offset += len(line)
+            file = self._path.open("rb")
         except FileNotFoundError:
-            raise ConfigError(f"data file {self._path} does not exist; set data.source = 'jsonl:<path>'") from None
+            raise ConfigError(f"data file {self._path} does not exist; set {self._section}.source = 'jsonl:<path>'") from None
         except OSError as error:
-            raise ConfigError(f"data file {self._path} can't be read: {error.strerror}; set data.source = 'jsonl:<path>'") from None
+            raise self._unreadable(error) from None
+        if self._path.suffix not in COMPRESSED:
+            return file
+        file.close()
+        return self._unpacked()
+
+    def _unpacked(self) -> IO[bytes]:
+        from relax_events.data.arrow import pa
+
+        unpacked = tempfile.TemporaryFile()  # noqa: SIM115  # it ends with this source
+        try:
+            with pa.input_stream(self._path) as stream:
+                shutil.copyfileobj(stream, unpacked, 1 << 20)
+        except OSError as error:
+            unpacked.close()
+            raise self._unreadable(error) from None
+        unpacked.seek(0)
+        return unpacked
+
+    def _unreadable(self, error: OSError) -> ConfigError:
+        return ConfigError(f"data file {self._path} can't be read: {error.strerror or error}; set {self._section}.source = 'jsonl:<path>'")
+
+    def _index(self, span: slice) -> None:
+        start, stop = span.start or 0, span.stop
+        for ordinal, (number, offset, line) in enumerate(self._lines()):
+            if stop is not None and ordinal >= stop:
+                break
+            if ordinal < start:
+                continue
+            try:
+                self._parse(line, number)
+            except ConfigError as error:
+                self.unfit.add(error)
+            else:
+                self._offsets.append(offset)
         if not self._offsets:
-            raise ConfigError(f"data file {self._path} has no rows; give it one JSON object per line")
+            where = "" if span == ALL_ROWS else f" between {start} and {'its end' if stop is None else stop}"
+            raise ConfigError(f"data file {self._path} has no rows{where}; give it one JSON object per line")
+
+    def _lines(self) -> Iterator[tuple[int, int, bytes]]:
+        """Give the number, counted from 1, the offset and the bytes of each line that is not blank."""
+        offset = 0
+        for number, line in enumerate(self._file, 1):
+            if line.strip():
+                yield number, offset, line
+            offset += len(line)
 
     def _parse(self, line: bytes, number: int | str) -> PromptRow:
         place = f"{self._path}:{number}"
@@ -72,32 +122,4 @@ class JsonlSource:
             columns = orjson.loads(line)
         except orjson.JSONDecodeError as error:
             raise ConfigError(f"{place} is not JSON: {error}; each line must be one JSON object") from None
-        if not isinstance(columns, dict):
-            raise ConfigError(f"{place} is {_kind(columns)}; each line must be one JSON object")
-        prompt = self._column(columns, self._config.prompt_key, "data.prompt_key", place)
-        answer = self._column(columns, self._config.answer_key, "data.answer_key", place) if self._config.answer_key else ""
-        messages = with_system_prompt(_messages(prompt, f"{place}: {self._config.prompt_key}"), self._config.system_prompt)
-        rest = {key: value for key, value in columns.items() if key not in (self._config.prompt_key, self._config.answer_key)}
-        return PromptRow(messages, answer if isinstance(answer, str) else orjson.dumps(answer).decode(), orjson.dumps(rest).decode())
-
-    def _column(self, columns: dict[str, Any], key: str, setting: str, place: str) -> Any:
-        if key not in columns:
-            raise ConfigError(f"{place} has no key {key!r}, only {', '.join(map(repr, columns)) or 'none'}; set {setting}")
-        return columns[key]
-
-
-def _messages(prompt: Any, place: str) -> list[ChatMessage]:
-    if isinstance(prompt, str) and prompt:
-        return [ChatMessage.of_text("user", prompt)]
-    if not isinstance(prompt, list) or not prompt:
-        raise ConfigError(f"{place} is {_kind(prompt)}; a prompt is a non-empty string or a list of chat messages")
-    for message in prompt:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise ConfigError(f"{place} has message {message!r:.80}; a chat message is an object with the strings role and content")
-    return [ChatMessage.of_text(message["role"], message["content"]) for message in prompt]
-
-
-def _kind(value: Any) -> str:
-    if value in ("", []):
-        return f"an empty {KINDS[type(value)].split()[-1]}"
-    return KINDS[type(value)]
+        return self._columns.row(columns, place)

@@ -15,8 +15,7 @@ from relax_events.config import DataConfig, RunConfig, WarmStartConfig
 from relax_events.config.generation import TinyModelConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow
-from relax_events.data.sources import open_source
-from relax_events.data.stream import PromptStream
+from relax_events.data.sources import open_stream
 from relax_events.errors import ConfigError
 from relax_events.models.tiny import make_tiny
 from relax_events.models.tokenizer import constant_phrases
@@ -84,7 +83,7 @@ def make_tiny_for(data: DataConfig, path: Path, *, tiny: TinyModelConfig, seed: 
 
     The text around the problems becomes one token each: see `constant_phrases`.
     """
-    stream = PromptStream(open_source(data, seed=seed), seed=seed, shuffle=True)
+    stream = open_stream(data, seed=seed, shuffle=True)
     rows = [stream[number] for number in range(tiny.corpus_rows)]
     prompts = [row.messages[-1].text for row in rows]
     return make_tiny(
@@ -94,7 +93,7 @@ def make_tiny_for(data: DataConfig, path: Path, *, tiny: TinyModelConfig, seed: 
         hidden_size=tiny.hidden_size,
         num_layers=tiny.num_layers,
         vocab_size=tiny.vocab_size,
-        phrases=[*constant_phrases(prompts), *([data.system_prompt] if data.system_prompt else [])],
+        phrases=[*constant_phrases(prompts), *dict.fromkeys(part.system_prompt for part in data.parts if part.system_prompt)],
         seed=seed,
     )
 
@@ -112,7 +111,7 @@ def _copy_or_make(config: RunConfig, draft: Path, report: Report) -> None:
 def _train(config: RunConfig, path: Path, report: Report) -> None:
     renderer = PromptRenderer.from_folder(path, config.data)
     # Another order than the run's own, so that the run does not begin with the very prompts it was warmed up on.
-    stream = PromptStream(open_source(config.data, seed=config.run.seed), seed=config.run.seed + 1, shuffle=True)
+    stream = open_stream(config.data, seed=config.run.seed, order_seed=config.run.seed + 1, shuffle=True)
     model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
     size = config.warm_start.batch_size
     warm_start(
@@ -141,7 +140,7 @@ def _greedy_accuracy(model: PreTrainedModel, renderer: PromptRenderer, rows: lis
 
 
 def _example(renderer: PromptRenderer, row: PromptRow) -> SupervisedExample:
-    return SupervisedExample(renderer.prompt_tokens(row.messages), renderer.answer_tokens(row.answer))
+    return SupervisedExample(renderer.prompt_tokens(row.messages, tools=row.tools), renderer.answer_tokens(row.answer))
 
 
 def _recipe(config: RunConfig) -> bytes:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
+from jinja2.exceptions import TemplateError
 from numpy.typing import NDArray
 
 from relax_events.config import DataConfig
 from relax_events.data.tokenizer_folder import FolderTokenizer
-from relax_events.errors import ConfigError
+from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.types import ChatMessage
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class PromptRenderer:
 
         Args:
             tokenizer: Of the policy.
-            config: Says whether the chat template is used.
+            config: Says whether the chat template is used, and with which options.
             stop_token_ids: End a completion besides the tokenizer's own end token.
         Raises:
             ConfigError: The chat template is wanted and the tokenizer has none, or nothing ends a completion.
@@ -53,19 +54,29 @@ class PromptRenderer:
         """
         if not path.is_dir():
             raise ConfigError(f"model folder {path} does not exist; set model.path, or make the folder with: relax models prepare CONFIG")
-        return cls(_tokenizer(path), config, stop_token_ids=_generation_stops(path / "generation_config.json"))
+        return cls(_tokenizer(path, own_template(config)), config, stop_token_ids=_generation_stops(path / "generation_config.json"))
 
-    def prompt_tokens(self, messages: Sequence[ChatMessage]) -> NDArray[np.int32]:
+    def prompt_tokens(self, messages: Sequence[ChatMessage], *, tools: str = "") -> NDArray[np.int32]:
         """Render a conversation up to where the model goes on.
 
         Without chat template the messages' texts stand one below the other, as they are.
+
+        Args:
+            messages: The conversation.
+            tools: JSON list of the tools that the template shows; an empty text where there are none.
+        Raises:
+            PoisonSample: The template refuses the conversation; the text says why.
         """
-        if self._config.chat_template:
-            turns = [{"role": message.role, "content": message.text} for message in messages]
-            text = str(self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
-        else:
-            text = "\n".join(message.text for message in messages)
-        return self._encode(text)
+        return self._encode(self._templated(messages, tools) if self._config.chat_template else "\n".join(message.text for message in messages))
+
+    def _templated(self, messages: Sequence[ChatMessage], tools: str) -> str:
+        turns = [{"role": message.role, "content": message.text} for message in messages]
+        options = self._config.chat_template_options
+        shown = json.loads(tools) if tools else None
+        try:
+            return str(self._tokenizer.apply_chat_template(turns, tools=shown, add_generation_prompt=True, tokenize=False, **options))
+        except (TemplateError, TypeError) as error:
+            raise PoisonSample(f"the chat template refuses the conversation: {error}") from None
 
     def answer_tokens(self, answer: str) -> NDArray[np.int32]:
         """Render a reference answer as the completion that the model should write, with the token that ends it."""
@@ -79,16 +90,34 @@ class PromptRenderer:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
 
-def _tokenizer(path: Path) -> FolderTokenizer | PreTrainedTokenizerBase:
+def own_template(config: DataConfig) -> str | None:
+    """Return the text of `data.chat_template_file`, None where the tokenizer's own template is used.
+
+    Raises:
+        ConfigError: The file can't be read.
+    """
+    if config.chat_template_file is None:
+        return None
+    try:
+        return config.chat_template_file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat template {config.chat_template_file} can't be read: {error}; set data.chat_template_file") from None
+
+
+def _tokenizer(path: Path, template: str | None) -> FolderTokenizer | PreTrainedTokenizerBase:
     """Load the tokenizer by itself, or by transformers where the folder is of an older or richer kind."""
     try:
-        if (tokenizer := FolderTokenizer.open(path)) is not None:
+        if (tokenizer := FolderTokenizer.open(path, chat_template=template)) is not None:
             return tokenizer
         from transformers import AutoTokenizer
 
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except TemplateError as error:
+        raise ConfigError(f"chat template of {path} is no Jinja template: {error}; set data.chat_template_file") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"model folder {path} holds no usable tokenizer: {error}") from None
+    if template is not None:
+        loaded.chat_template = template
     return loaded
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from relax_events.errors import ConfigError
 from relax_events.events.types import ChatMessage
+
+NUM_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A problem: the conversation so far, the reference answer, and a JSON object that the reward function may need."""
+    """A problem: the conversation so far, the reference answer, a JSON object that the reward function may need, and a JSON list of tools."""
 
     messages: list[ChatMessage]
     answer: str
     metadata: str = "{}"
+    tools: str = ""
 
 
 class PromptSource(Protocol):
@@ -24,6 +28,10 @@ class PromptSource(Protocol):
     def rows(self) -> int:
         """Number of rows, at least 1."""
 
+    @property
+    def unfit(self) -> UnfitRows:
+        """The rows that were left out."""
+
     def row(self, index: int) -> PromptRow:
         """Read or make row `index`, with 0 <= index < rows.
 
@@ -31,6 +39,29 @@ class PromptSource(Protocol):
             IndexError: There is no such row.
             ConfigError: The row can't be used; the text names it.
         """
+
+
+@dataclass(slots=True)
+class UnfitRows:
+    """Counts the rows of a file that can't be used, and names the first of them."""
+
+    section: str
+    allowed: int = 0
+    count: int = 0
+    named: list[str] = field(default_factory=list)
+
+    def add(self, error: ConfigError) -> None:
+        """Note a row.
+
+        Raises:
+            ConfigError: It is one more than the run file allows.
+        """
+        self.count += 1
+        if len(self.named) < NUM_NAMED:
+            self.named.append(str(error))
+        if self.count > self.allowed:
+            more = f"; it is unfit row number {self.count}, and {self.section}.max_bad_rows is {self.allowed}" if self.allowed else ""
+            raise ConfigError(f"{error}{more}")
 
 
 def with_system_prompt(messages: list[ChatMessage], system_prompt: str) -> list[ChatMessage]:

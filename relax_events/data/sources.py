@@ -1,29 +1,92 @@
-"""Opens the source of prompts that a run file names."""
+"""Opens the sources of prompts that a run file names."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from relax_events.config import DataConfig
+import structlog
+
+from relax_events.config import DataConfig, EvaluationDatasetConfig, RowsConfig, RunConfig
 from relax_events.data.generated import GeneratedSource
 from relax_events.data.jsonl import JsonlSource
 from relax_events.data.rows import PromptSource
+from relax_events.data.stream import PromptStream
 from relax_events.errors import ConfigError
 
+log = structlog.get_logger()
+GENERATED = "reasoning_gym"
+SLICE = re.compile(r"(.*)\[([0-9]*):([0-9]*)\]")
+KINDS = "'jsonl:<path>', 'parquet:<file or folder>' or 'reasoning_gym:<task>'"
 
-def open_source(config: DataConfig, *, seed: int) -> PromptSource:
-    """Open `data.source`.
+
+def open_source(config: RowsConfig, *, seed: int, section: str = "data") -> PromptSource:
+    """Open one source, and log the rows that it leaves out.
 
     Args:
-        config: The run file's data section.
+        config: A dataset of the run file, or its data section where that names a single source.
         seed: The run's seed; generated problems follow it.
+        section: Where the run file names it, for errors.
     Raises:
         ConfigError: The source is of no known kind, or its file, rows, task or options are unfit.
         EnvironmentProblem: The source needs a package that is not installed.
     """
+    source = _opened(config, seed=seed, section=section)
+    if source.unfit.count:
+        log.warning("rows.left_out", source=config.source, num_rows=source.unfit.count, named=source.unfit.named)
+    return source
+
+
+def open_stream(config: DataConfig, *, seed: int, order_seed: int | None = None, shuffle: bool | None = None) -> PromptStream:
+    """Open all sources of a data section, in the order in which a run takes their prompts.
+
+    Args:
+        config: The run file's data section.
+        seed: The run's seed.
+        order_seed: Another seed for the order alone.
+        shuffle: Instead of `data.shuffle`.
+    Raises:
+        ConfigError: See `open_source`.
+        EnvironmentProblem: See `open_source`.
+    """
+    sources = [open_source(part, seed=seed, section=section) for section, part in named_parts(config)]
+    chosen = config.shuffle if shuffle is None else shuffle
+    return PromptStream(*sources, seed=seed if order_seed is None else order_seed, shuffle=chosen, weights=config.weights)
+
+
+def named_parts(config: DataConfig) -> list[tuple[str, RowsConfig]]:
+    """Return the sources of a data section, each with its place in the run file."""
+    if not config.datasets:
+        return [("data", config)]
+    return [(f"data.datasets[{number}]", dataset) for number, dataset in enumerate(config.datasets)]
+
+
+def evaluated_parts(config: RunConfig) -> list[tuple[str, EvaluationDatasetConfig]]:
+    """Return the datasets that a run is evaluated on, each with its place in the run file."""
+    return [(f"evaluation.datasets[{number}]", dataset) for number, dataset in enumerate(config.evaluation.datasets)]
+
+
+def is_generated(config: RowsConfig) -> bool:
+    """Tell whether a source's rows are made by a package that takes seconds to import."""
+    return config.source.startswith(f"{GENERATED}:")
+
+
+def _opened(config: RowsConfig, *, seed: int, section: str) -> PromptSource:
     kind, _, place = config.source.partition(":")
-    if kind == "jsonl" and place:
-        return JsonlSource(Path(place), config)
-    if kind == "reasoning_gym" and place:
+    if kind == GENERATED and place:
         return GeneratedSource(place, config, seed=seed)
-    raise ConfigError(f"data.source must be 'jsonl:<path>' or 'reasoning_gym:<task>', got {config.source!r}; set data.source")
+    path, span = _sliced(place)
+    if kind == "jsonl" and path:
+        return JsonlSource(Path(path), config, span=span, section=section)
+    if kind == "parquet" and path:
+        from relax_events.data.parquet import ParquetSource
+
+        return ParquetSource(Path(path), config, span=span, section=section)
+    raise ConfigError(f"{section}.source must be {KINDS}, got {config.source!r}; set {section}.source")
+
+
+def _sliced(place: str) -> tuple[str, slice]:
+    match = SLICE.fullmatch(place)
+    if match is None:
+        return place, slice(None)
+    return match[1], slice(int(match[2] or 0), int(match[3]) if match[3] else None)

@@ -42,11 +42,15 @@ class FolderTokenizer:
         self.eos_token_id: int | None = tokenizer.token_to_id(self._specials.get("eos_token", ""))
 
     @classmethod
-    def open(cls, folder: Path) -> Self | None:
+    def open(cls, folder: Path, *, chat_template: str | None = None) -> Self | None:
         """Load a folder's tokenizer; None where it holds something that only transformers can read.
 
+        Args:
+            folder: Of a model.
+            chat_template: Takes the place of the folder's own.
         Raises:
             ValueError: A file is not JSON.
+            TemplateError: The chat template is none.
         """
         from tokenizers import Tokenizer
 
@@ -58,17 +62,27 @@ class FolderTokenizer:
         json.loads(text)  # for a ValueError: what tokenizers raises of a torn file is no class of its own
         tokenizer = Tokenizer.from_str(text)
         file = folder / "chat_template.jinja"
-        template = file.read_text() if file.is_file() else settings.get("chat_template")
+        own = file.read_text() if file.is_file() else settings.get("chat_template")
+        template = own if chat_template is None else chat_template
         plain = template is None or (isinstance(template, str) and not TRACKED.search(template))
         if not plain or settings.get("clean_up_tokenization_spaces"):
             return None
         return cls(tokenizer, settings, name=str(folder), chat_template=template)
 
-    def apply_chat_template(self, turns: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, tokenize: bool = False) -> str:
-        """Render a conversation; see transformers."""
+    def apply_chat_template(
+        self,
+        turns: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool,
+        tokenize: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> str:
+        """Render a conversation; see transformers. `options` are variables of the template."""
         assert self._template is not None
         assert not tokenize
-        return self._template.render(messages=turns, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self._specials)
+        variables: dict[str, Any] = {"documents": None, **self._specials, **options}
+        return self._template.render(variables, messages=turns, tools=tools, add_generation_prompt=add_generation_prompt)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Give a text's token ids."""

@@ -176,6 +176,8 @@ class PromptGroupIssued:
     messages: list[ChatMessage]
     answer: str = ""
     metadata: str = "{}"
+    tools: str = ""
+    passed_over: dict[str, str] = field(default_factory=dict)
     seed: int
     issued_at: int = field(default_factory=now_micros)
 
@@ -374,6 +376,28 @@ class MetricsReported:
     reported_at: int = field(default_factory=now_micros)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyEvaluated:
+    """A policy version was evaluated on a whole dataset."""
+
+    policy_version: int
+    dataset: str
+    num_prompts: int
+    samples_per_prompt: int
+    reward_mean: float | None = None
+    reward_stderr: float | None = None
+    pass_at_k: dict[str, float] = field(default_factory=dict)
+    completion_tokens_mean: float | None = None
+    num_truncated: int = 0
+    num_unscored: int = 0
+    num_refused: int = 0
+    reward_name: str = ""
+    reward_digest: str = ""
+    weights_digest: bytes
+    seconds: float = 0.0
+    evaluated_at: int = field(default_factory=now_micros)
+
+
 Event = (
     PromptGroupIssued
     | SampleRolledOut
@@ -383,6 +407,7 @@ Event = (
     | PromptGroupEnded
     | PolicyVersionPublished
     | TrainStepCommitted
+    | PolicyEvaluated
     | RunCommanded
     | RunDescribed
     | WorkerBeat

@@ -22,6 +22,7 @@ CONTROL_TOPICS = {
     "control.train-steps": "TrainStepCommitted: what each step trained on and what came out",
     "control.group-outcomes": "PromptGroupEnded: how each prompt group ended, decided by the trainer",
     "control.commands": "RunCommanded: what the controller asks for; RunDescribed: the run file",
+    "control.evaluations": "PolicyEvaluated: how good a version is on a dataset",
     "control.metrics": "MetricsReported: figures of every worker",
 }
 COMPACTED_TOPICS = {

@@ -38,10 +38,12 @@ ROLE_RIGHTS = {
         is_member=True,
         is_transactional=True,
     ),
+    "evaluator": Rights(reads=("control.evaluations",), writes=("control.evaluations",)),
     "controller": Rights(
-        reads=("control.train-steps", "control.group-outcomes", "control.heartbeats", "control.metrics"), writes=("control.commands",)
+        reads=("control.train-steps", "control.group-outcomes", "control.heartbeats", "control.metrics", "control.evaluations"),
+        writes=("control.commands",),
     ),
-    "metrics": Rights(reads=("control.metrics", "control.train-steps")),
+    "metrics": Rights(reads=("control.metrics", "control.train-steps", "control.evaluations")),
 }
 PERSON_RIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
     "operator": {"topic": ("all",), "group": ("all",), "transactional_id": ("all",)},

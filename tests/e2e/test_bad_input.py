@@ -34,7 +34,7 @@ def fails(completion, *, answer, metadata, prompt):
         ("trainer.ranks=3", ["trainer.ranks = 3 needs broker.shards >= 3, got 2"]),
         ("engine.name=vroom", ["engine.name = 'vroom' is not installed; installed are", "transformers"]),
         ("data.source=jsonl:nowhere.jsonl", ["data file nowhere.jsonl does not exist", "set data.source"]),
-        ("data.source=parquet:rows", ["data.source must be 'jsonl:<path>'", "got 'parquet:rows'"]),
+        ("data.source=csv:rows", ["data.source must be 'jsonl:<path>'", "got 'csv:rows'"]),
         ("data.answer_key=solution", ["prompts.jsonl:1 has no key 'solution', only 'prompt', 'answer'", "set data.answer_key"]),
         ("model.path=nowhere", ["model.path nowhere does not exist", "[model.tiny]"]),
         ("model.path=.", ["model.path . has no config.json", "Hugging Face layout"]),

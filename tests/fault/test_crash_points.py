@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from harness import FaultRun, assert_books_balance, mark_of
 
+from relax_events.events.codec import EventCodec
+from relax_events.events.types import PolicyEvaluated, TrainStepCommitted
 from relax_events.pipeline.failpoints import POINTS
 
 STEPS = 14
@@ -46,6 +48,7 @@ LONG = [
         "controller.before_command",
     ),
     ("rollout.before_load:3", "advantage.handing_over", "checkpoint.before_manifest", "trainer.after_ends"),
+    ("evaluator.before_load:2", "evaluator.generating:2", "evaluator.after_write:2"),
 ]
 
 
@@ -60,8 +63,11 @@ def test_every_point_has_its_turn() -> None:
 )
 def test_run_ends_by_itself_when_workers_kill_themselves_at(points: tuple[str, ...], start_run: Callable[..., FaultRun], directory: Path) -> None:
     # Two advantage workers, so that one hands partitions over to the other; a reward function that raises, so that prompt groups end untrained.
+    evaluation = {"every": 3, "datasets": [{"name": name, "source": f"jsonl:{directory / 'prompts.jsonl'}"} for name in ("one", "two")]}
+    is_evaluated = points[0].startswith("evaluator.")
     run = start_run(
         run={"num_steps": STEPS},
+        evaluation=evaluation if is_evaluated else {},
         trainer={"checkpoint_every": 3},
         workers={"advantage": 2},
         reward={"function": f"{directory / 'reward.py'}:badly", "timeout_seconds": 1.0},
@@ -71,3 +77,17 @@ def test_run_ends_by_itself_when_workers_kill_themselves_at(points: tuple[str, .
     assert run.until_ended(run.start()) == 0
     assert run.fired() == {mark_of(point) for point in armed}
     assert_books_balance(run)
+    if is_evaluated:
+        assert_evaluated_once(run)
+
+
+def assert_evaluated_once(run: FaultRun) -> None:
+    """Assert that what was evaluated has one result each, first and last version among them, of the weights that the trainer published."""
+    codec = EventCodec()
+    events = [codec.decode(record.value) for entity in ("control.evaluations", "control.train-steps") for record in run.records(entity)]
+    found = [event for event in events if isinstance(event, PolicyEvaluated)]
+    digests = {event.policy_version: event.weights_digest for event in events if isinstance(event, TrainStepCommitted)}
+    names = [(event.policy_version, event.dataset) for event in found]
+    assert len(set(names)) == len(names)
+    assert {(version, name) for version in (0, STEPS) for name in ("one", "two")} <= set(names)
+    assert all(event.weights_digest == digests[event.policy_version] for event in found if event.policy_version)

@@ -159,7 +159,8 @@ def test_run_that_lives_or_is_replayed_is_not_deleted(apply_run: ApplyRun, run_i
     config = apply_run(run={"id": run_id})
     replay = apply_run(run={"id": f"{run_id}-r"}, source={"run": run_id})
     assert {TopicPlan.entity(name) for name in read_run(connection, replay.run.id).topics} == {
-        *(f"control.{name}" for name in ("commands", "group-outcomes", "heartbeats", "metrics", "policy-versions", "schemas", "train-steps")),
+        *(f"control.{name}" for name in ("commands", "evaluations", "group-outcomes", "heartbeats", "metrics")),
+        *(f"control.{name}" for name in ("policy-versions", "schemas", "train-steps")),
         "trainer.dead-letters",
     }
     write(producer, config, "control.commands", describe(config))

@@ -53,8 +53,9 @@ READS = {
     "actor-forward": {"rollout.samples"},
     "advantage": {"rollout.samples", "reward.scores", "reference.logprobs", "actor.logprobs"},
     "trainer": {"advantage.samples", "control.train-steps", "control.group-outcomes"},
-    "controller": {"control.train-steps", "control.group-outcomes", "control.heartbeats", "control.metrics"},
-    "metrics": {"control.metrics", "control.train-steps"},
+    "evaluator": {"control.evaluations"},
+    "controller": {"control.train-steps", "control.group-outcomes", "control.heartbeats", "control.metrics", "control.evaluations"},
+    "metrics": {"control.metrics", "control.train-steps", "control.evaluations"},
 }
 WRITES = {
     "prompter": {"prompt.groups"},
@@ -64,6 +65,7 @@ WRITES = {
     "actor-forward": {"actor.logprobs", "actor-forward.dead-letters"},
     "advantage": {"advantage.samples", "advantage.dead-letters"},
     "trainer": {"control.policy-versions", "control.train-steps", "control.group-outcomes", "trainer.dead-letters"},
+    "evaluator": {"control.evaluations"},
     "controller": {"control.commands"},
     "metrics": set(),
 }

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_events.data.rows import PromptRow
-from relax_events.data.stream import PromptStream, permuted
+from relax_events.data.rows import PromptRow, UnfitRows
+from relax_events.data.stream import MAX_CYCLE, DataPlace, PromptOrder, PromptStream, permuted, shares
 
 SIZES = st.integers(min_value=1, max_value=300)
 SEEDS = st.integers(min_value=0, max_value=2**31 - 1)
@@ -19,6 +19,10 @@ class Numbers:
     """A source whose rows answer their own number."""
 
     rows: int
+
+    @property
+    def unfit(self) -> UnfitRows:
+        return UnfitRows("data")
 
     def row(self, index: int) -> PromptRow:
         return PromptRow([], str(index))
@@ -49,12 +53,75 @@ def test_stream_gives_the_same_row_again_after_a_restart(rows: int, seed: int, r
 
 @given(rows=SIZES, row_number=st.integers(min_value=0, max_value=10**9))
 def test_stream_keeps_the_order_of_the_source_without_shuffling(rows: int, row_number: int) -> None:
-    assert PromptStream(Numbers(rows), seed=0, shuffle=False).source_index(row_number) == row_number % rows
+    assert PromptStream(Numbers(rows), seed=0, shuffle=False).order.place(row_number).index == row_number % rows
 
 
 def test_stream_has_nothing_before_its_start() -> None:
     with pytest.raises(IndexError, match="row_number must be >= 0, got -1"):
-        PromptStream(Numbers(3), seed=0, shuffle=True).source_index(-1)
+        PromptStream(Numbers(3), seed=0, shuffle=True).order.place(-1)
+
+
+WEIGHTS = st.lists(st.integers(min_value=1, max_value=60).map(lambda tenths: tenths / 10), min_size=1, max_size=4)
+
+
+@settings(max_examples=50)
+@given(weights=WEIGHTS, seed=SEEDS, start=st.integers(min_value=0, max_value=10**6), shuffle=st.booleans())
+def test_mixture_gives_every_dataset_its_share_wherever_one_looks(weights: list[float], seed: int, start: int, shuffle: bool) -> None:
+    order = PromptOrder([7] * len(weights), seed=seed, shuffle=shuffle, weights=weights)
+    counts = [0] * len(weights)
+    for position in range(start, start + 200):
+        counts[order.place(position).dataset] += 1
+    for count, weight in zip(counts, weights, strict=True):
+        # Evenly spread, a dataset is never more than a place ahead or behind for each of the others; at both ends of what is looked at.
+        assert abs(count - 200 * weight / sum(weights)) <= len(weights) + 1
+
+
+@settings(max_examples=30)
+@given(sizes=st.lists(st.integers(min_value=1, max_value=40), min_size=2, max_size=3), seed=SEEDS, data=st.data())
+def test_mixture_goes_through_the_epochs_of_each_dataset(sizes: list[int], seed: int, data: st.DataObject) -> None:
+    weights = data.draw(st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=len(sizes), max_size=len(sizes)))
+    order = PromptOrder(sizes, seed=seed, shuffle=True, weights=weights)
+    places = [order.place(position) for position in range(600)]  # at least 46 of each, by weights of 0.5, 3 and 3
+    for dataset, size in enumerate(sizes):
+        indices = [place.index for place in places if place.dataset == dataset]
+        whole = len(indices) // size
+        assert whole > 0
+        for epoch_number in range(whole):
+            assert sorted(indices[epoch_number * size : (epoch_number + 1) * size]) == list(range(size))
+
+
+def test_mixture_of_three_to_one_is_as_worked_out_by_hand() -> None:
+    # Places of the first at 1/6, 3/6, 5/6 of the cycle, of the second at 1/2; the first dataset goes first where they meet.
+    order = PromptOrder([100, 2], seed=0, shuffle=False, weights=[1.5, 0.5])
+    places = [order.place(position) for position in range(12)]
+    assert [place.dataset for place in places] == [0, 0, 1, 0] * 3
+    assert [place.index for place in places if place.dataset == 0] == list(range(9))
+    assert [place.index for place in places if place.dataset == 1] == [0, 1, 0]
+    assert [order.data_row(position) for position in range(4)] == [0, 1, 100, 2]
+
+
+def test_mixture_orders_datasets_of_one_size_differently() -> None:
+    order = PromptOrder([50, 50], seed=1, shuffle=True, weights=[1, 1])
+    places = [order.place(position) for position in range(100)]
+    first, second = ([place.index for place in places if place.dataset == dataset] for dataset in (0, 1))
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [([1.0], [1]), ([0.1, 0.2], [1, 2]), ([0.7, 0.3], [7, 3]), ([2, 4, 6], [1, 2, 3]), ([2.5, 1], [5, 2])],
+)
+def test_shares_are_the_smallest_whole_numbers(weights: list[float], expected: list[int]) -> None:
+    assert shares(weights) == expected
+
+
+def test_shares_of_weights_that_no_short_cycle_can_show_are_rounded() -> None:
+    assert shares([1.23456789, 1]) == [5525, 4475]  # 10,000 * 1.23456789 / 2.23456789 = 5524.8
+    assert shares([1e-9, 1.0]) == [1, MAX_CYCLE]
+
+
+def test_place_names_dataset_and_row() -> None:
+    assert PromptOrder([3], seed=0, shuffle=False).place(4) == DataPlace(0, 1)
 
 
 def test_permutation_spreads_neighbours_over_the_whole_range() -> None:

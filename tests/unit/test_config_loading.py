@@ -155,7 +155,10 @@ def test_all_mistakes_are_told_at_once(run_file: Path) -> None:
 
 def test_required_keys_are_named_when_missing(run_file: Path) -> None:
     run_file.write_text('[run]\nid = "mine"\n[data]\n')
-    assert error_of(run_file).splitlines() == ["model is required", "data.source is required"]
+    assert error_of(run_file).splitlines() == [
+        "model is required",
+        "data: the prompts need a source; set data.source, or give [[data.datasets]] tables",
+    ]
 
 
 def test_mistake_in_the_environment_names_the_variable(run_file: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from relax_events.config import DataConfig
 from relax_events.data.sources import open_source
 from relax_events.errors import ConfigError, EnvironmentProblem
-from relax_events.rewards.verifiers import reasoning_gym
+from relax_events.rewards.verifiers.generated import reasoning_gym
 
 SPELL = DataConfig(source="reasoning_gym:spell_backward", size=50, options={"min_word_len": 3, "max_word_len": 4})
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.tokenizer_folder import FolderTokenizer
-from relax_events.errors import ConfigError
+from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.types import ChatMessage
 from relax_events.models.tiny import make_tiny
 from relax_events.models.tokenizer import train_tokenizer
@@ -114,6 +114,44 @@ def test_renderer_leaves_a_richer_folder_to_transformers(folder: Path, tmp_path:
     else:
         (copy / file).unlink()
     assert FolderTokenizer.open(copy) is None
+
+
+SHOWING = "{{ tools | tojson if tools else 'no tools' }} {{ mood | default('calm') }} {{ messages[-1].content }}"
+
+
+def test_renderer_takes_a_template_file_with_options_and_tools(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text(SHOWING)
+    own = {"source": "jsonl:x", "chat_template_file": str(tmp_path / "own.jinja")}
+    plain = PromptRenderer.from_folder(folder, DataConfig.model_validate(own))
+    merry = PromptRenderer.from_folder(folder, DataConfig.model_validate(own | {"chat_template_options": {"mood": "merry"}}))
+    assert plain.completion_text(plain.prompt_tokens(TALK)) == "no tools calm hi"
+    assert merry.completion_text(merry.prompt_tokens(TALK, tools='[{"name":"f"}]')) == '[{"name": "f"}] merry hi'
+
+
+def test_renderer_gives_options_and_tools_to_a_tokenizer_of_transformers_alike(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "model"))
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings | {"clean_up_tokenization_spaces": True}))
+    (tmp_path / "own.jinja").write_text(SHOWING)
+    config = DataConfig(source="jsonl:x", chat_template_file=tmp_path / "own.jinja", chat_template_options={"mood": "merry"})
+    light, heavy = PromptRenderer.from_folder(folder, config), PromptRenderer.from_folder(copy, config)
+    tools = '[{"name":"f","type":"function"}]'
+    assert heavy.prompt_tokens(TALK, tools=tools).tolist() == light.prompt_tokens(TALK, tools=tools).tolist()
+
+
+def test_renderer_names_the_conversation_that_the_template_refuses(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "strict.jinja").write_text("{{ raise_exception('no system role') }}")
+    renderer = PromptRenderer.from_folder(folder, DataConfig(source="jsonl:x", chat_template_file=tmp_path / "strict.jinja"))
+    with pytest.raises(PoisonSample, match="the chat template refuses the conversation: no system role"):
+        renderer.prompt_tokens(TALK)
+
+
+def test_renderer_refuses_a_template_file_that_is_none(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.jinja").write_text("{% if %}")
+    with pytest.raises(ConfigError, match=r"is no Jinja template: .*; set data.chat_template_file"):
+        PromptRenderer.from_folder(folder, DataConfig(source="jsonl:x", chat_template_file=tmp_path / "broken.jinja"))
+    with pytest.raises(ConfigError, match=r"missing.jinja can't be read: .*; set data.chat_template_file"):
+        PromptRenderer.from_folder(folder, DataConfig(source="jsonl:x", chat_template_file=tmp_path / "missing.jinja"))
 
 
 def test_rollout_role_starts_without_torch() -> None:

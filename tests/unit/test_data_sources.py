@@ -1,8 +1,10 @@
 """Sources of prompts: files of JSON lines and generated problems."""
 
+import gzip
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from relax_events.config import DataConfig
@@ -109,5 +111,83 @@ def test_jsonl_has_no_rows_beyond_its_ends(tmp_path: Path, index: int) -> None:
 
 @pytest.mark.parametrize("source", ["rows.jsonl", "csv:rows.csv", "jsonl:", "reasoning_gym:"])
 def test_open_source_refuses_what_it_does_not_know(source: str) -> None:
-    with pytest.raises(ConfigError, match=r"data.source must be 'jsonl:<path>' or 'reasoning_gym:<task>'"):
+    with pytest.raises(ConfigError, match=r"data.source must be 'jsonl:<path>', 'parquet:<file or folder>' or 'reasoning_gym:<task>'"):
         open_source(DataConfig(source=source), seed=0)
+
+
+@pytest.mark.parametrize(("span", "expected"), [("[1:3]", ["1", "2"]), ("[3:]", ["3", "4"]), ("[:2]", ["0", "1"])])
+def test_jsonl_takes_a_slice_and_looks_at_nothing_else(tmp_path: Path, span: str, expected: list[str]) -> None:
+    lines: list[object] = [{"prompt": "p", "answer": str(number)} for number in range(5)]
+    lines[{"[1:3]": 0, "[3:]": 2, "[:2]": 4}[span]] = "broken"
+    path = write_lines(tmp_path / "rows.jsonl", *lines)
+    source = open_source(DataConfig(source=f"jsonl:{path}{span}"), seed=0)
+    assert [source.row(index).answer for index in range(source.rows)] == expected
+
+
+def test_jsonl_has_no_rows_in_a_slice_behind_its_end(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", {"prompt": "p", "answer": ""})
+    with pytest.raises(ConfigError, match=r"rows.jsonl has no rows between 4 and 9; "):
+        open_source(DataConfig(source=f"jsonl:{path}[4:9]"), seed=0)
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst", "bz2"])
+def test_jsonl_reads_compressed_files(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"rows.jsonl.{suffix}"
+    text = b"".join(json.dumps({"prompt": "p", "answer": number}).encode() + b"\n" for number in range(300))
+    if suffix == "gz":
+        path.write_bytes(gzip.compress(text))
+    else:
+        with pa.output_stream(path) as stream:
+            stream.write(text)
+    source = open_source(jsonl(path), seed=0)
+    assert (source.rows, source.row(299).answer, source.row(0).answer) == (300, "299", "0")
+    path.write_bytes(b"no such thing")
+    with pytest.raises(ConfigError, match=rf"rows.jsonl.{suffix} can't be read"):
+        open_source(jsonl(path), seed=0)
+
+
+def test_jsonl_leaves_unfit_rows_out_up_to_the_limit(tmp_path: Path) -> None:
+    rows: list[object] = [{"prompt": "p", "answer": str(number)} for number in range(4)]
+    path = write_lines(tmp_path / "rows.jsonl", rows[0], "{", rows[1], {"prompt": "p"}, *rows[2:])
+    source = open_source(jsonl(path, max_bad_rows=2), seed=0)
+    assert [source.row(index).answer for index in range(source.rows)] == ["0", "1", "2", "3"]
+    assert [text.partition(" ")[0] for text in source.unfit.named] == [f"{path}:2", f"{path}:4"]
+    with pytest.raises(ConfigError, match=r"rows.jsonl:4 has no key 'answer'.*; it is unfit row number 2, and data.max_bad_rows is 1"):
+        open_source(jsonl(path, max_bad_rows=1), seed=0)
+
+
+def test_rows_take_their_columns_from_within_objects(tmp_path: Path) -> None:
+    columns = {"data": {"q": "why?", "truth": "so"}, "id": 7, "source": "web", "tools": [{"name": "search"}]}
+    path = write_lines(tmp_path / "rows.jsonl", columns)
+    nested = {"prompt_key": "data.q", "answer_key": "data.truth", "tools_key": "tools"}
+    row = open_source(jsonl(path, **nested, metadata_keys=["id"]), seed=0).row(0)
+    assert row == PromptRow([ChatMessage.of_text("user", "why?")], "so", '{"id":7}', '[{"name":"search"}]')
+    whole = open_source(jsonl(path, **nested), seed=0).row(0)
+    assert json.loads(whole.metadata) == {"data": columns["data"], "id": 7, "source": "web"}
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1 has no key 'data.answer', only 'data', 'id', .*; set data.answer_key"):
+        open_source(jsonl(path, **nested | {"answer_key": "data.answer"}), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("tools", "expected"),
+    [(None, ""), ([], ""), ("", ""), ('[{"name": "f"}]', '[{"name":"f"}]'), ([{"name": "f"}], '[{"name":"f"}]')],
+)
+def test_rows_give_their_tools_as_json(tmp_path: Path, tools: object, expected: str) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", {"prompt": "p", "answer": "", "t": tools})
+    assert open_source(jsonl(path, tools_key="t"), seed=0).row(0).tools == expected
+
+
+@pytest.mark.parametrize("tools", ["no json", '{"name": "f"}', ["f"], 3])
+def test_rows_refuse_tools_that_are_none(tmp_path: Path, tools: object) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", {"prompt": "p", "answer": "", "t": tools})
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: t is .*; tools are a list of objects, or its JSON text"):
+        open_source(jsonl(path, tools_key="t"), seed=0)
+
+
+def test_rows_join_the_text_parts_of_a_message_and_refuse_other_parts(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "what "}, {"type": "text", "text": "now?"}]
+    path = write_lines(tmp_path / "rows.jsonl", {"prompt": [{"role": "user", "content": parts}], "answer": ""})
+    assert open_source(jsonl(path), seed=0).row(0).messages[0].text == "what now?"
+    write_lines(path, {"prompt": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}], "answer": ""})
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: prompt has content part .*'image'.*; only parts of type 'text'"):
+        open_source(jsonl(path), seed=0)

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from relax_events.control.run_state import RunState
 from relax_events.events.types import (
     ObjectRef,
     Outcome,
+    PolicyEvaluated,
     PolicyVersionPublished,
     PromptGroupEnded,
     PromptGroupIssued,
@@ -238,3 +240,27 @@ def test_report_keeps_client_settings_to_itself() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0.04, "0.0 s"), (59.94, "59.9 s"), (59.96, "1 min 0 s"), (119.6, "2 min 0 s"), (7260, "2 h 1 min")])
 def test_duration_is_for_people(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def evaluated(version: int, dataset: str, reward: float | None) -> PolicyEvaluated:
+    return PolicyEvaluated(
+        policy_version=version, dataset=dataset, num_prompts=3, samples_per_prompt=2, reward_mean=reward, pass_at_k={"2": 0.75},
+        weights_digest=bytes(32), evaluated_at=5,
+    )  # fmt: skip
+
+
+def test_report_lists_evaluations_by_version_and_counts_what_was_passed_over(tmp_path: Path) -> None:
+    state, ledger = books(2)
+    for event in (evaluated(2, "b", 0.5), evaluated(0, "b", None), evaluated(2, "a", 0.25), evaluated(2, "a", 0.99)):
+        state.note(event)
+    ledger.note(replace(issued("000099-0000-0"), passed_over={"3": "too_long", "4": HOSTILE}))
+    ledger.note(replace(issued("000099-0000-0"), passed_over={"3": "too_long", "5": "too_long"}))
+    report = build_report(run_config(tmp_path), state, ledger, wall_seconds=1.0, succeeded=True, reason="", ended_at=int(END_SECONDS * 1e6))
+    rows = [(row["policy_version"], row["dataset"], row["reward_mean"]) for row in report["evaluations"]]
+    assert rows == [(0, "b", None), (2, "a", 0.25), (2, "b", 0.5)]  # what an evaluator says twice counts once
+    assert report["evaluations"][0]["pass_at_k"] == {"2": 0.75}
+    assert report["prompts_passed_over"] == {HOSTILE: 1, "too_long": 2}
+    assert json.loads(json.dumps(report["evaluations"])) == report["evaluations"]
+    page = Page(report_page(report))
+    assert {"a: reward", "b: pass@2", "3"} <= {word.strip() for word in page.words}
+    assert "script" not in {tag for tag, _ in page.tags}

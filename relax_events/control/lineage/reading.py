@@ -13,8 +13,8 @@ from relax_events.control.run_log import Found, RunLog
 from relax_events.control.samples.detail import read_generations
 from relax_events.control.samples.reading import events_of
 from relax_events.control.samples.view import SampleView
-from relax_events.data.sources import open_source
-from relax_events.data.stream import source_index
+from relax_events.data.sources import is_generated, named_parts, open_source
+from relax_events.data.stream import PromptOrder
 from relax_events.errors import ConfigError
 from relax_events.events.types import (
     PromptGroupEnded,
@@ -27,7 +27,6 @@ from relax_events.events.types import (
 from relax_events.topics import shard_of
 
 EVALUATOR_TOPICS = ("reference.logprobs", "actor.logprobs")
-GENERATED = "reasoning_gym:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +58,8 @@ DataRow = Callable[[int], int | None]
 def data_rows(config: RunConfig, *, required: bool = False) -> DataRow:
     """Return what tells the row of the data at a position of the prompt stream; None where the data is not at hand.
 
+    Rows are counted through all datasets of the run, one after the other.
+
     Args:
         config: The run.
         required: Fail when the data is not at hand.
@@ -66,13 +67,16 @@ def data_rows(config: RunConfig, *, required: bool = False) -> DataRow:
         ConfigError: It is required and can't be opened.
     """
     try:
-        is_generated = config.data.source.startswith(GENERATED)  # whose package takes seconds to import
-        num_rows = config.data.size if is_generated else open_source(config.data, seed=config.run.seed).rows
+        num_rows = [  # of generated ones without the package that makes them, which takes seconds to import
+            part.size if is_generated(part) else open_source(part, seed=config.run.seed, section=section).rows
+            for section, part in named_parts(config.data)
+        ]
     except ConfigError:
         if required:
             raise
         return lambda _: None
-    return lambda row: source_index(row, num_rows=num_rows, seed=config.run.seed, shuffle=config.data.shuffle) if row >= 0 else None
+    order = PromptOrder(num_rows, seed=config.run.seed, shuffle=config.data.shuffle, weights=config.data.weights)
+    return lambda row: order.data_row(row) if row >= 0 else None
 
 
 def issued_groups(log: RunLog, prompt_group_id: str = "") -> Iterator[Found[PromptGroupIssued]]:

@@ -33,7 +33,7 @@ def report_page(report: Mapping[str, Any]) -> str:
     """Return the page for a report as `build_report` makes it; figures that are None are shown as a dash."""
     style = files("relax_events.control.report").joinpath("page.css").read_text(encoding="utf-8")
     name = escape(report["run_id"])
-    body = "\n".join([header(report), tiles(report), ledger(report), charts(report), phases(report), details(report)])
+    body = "\n".join([header(report), tiles(report), ledger(report), charts(report), evaluations(report), phases(report), details(report)])
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>Run {name}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
@@ -54,6 +54,8 @@ def tiles(report: Mapping[str, Any]) -> str:
     """Show the key figures."""
     outcomes = report["outcomes"]
     ends = ", ".join(f"{outcomes[name]:,} {name.replace('_', ' ')}" for name in ("filtered", "expired", "failed", "in_flight"))
+    passed_over = report["prompts_passed_over"]
+    reasons = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in passed_over.items()) or "no filter took any"
     shown = [
         ("reward", f"{number(report['reward_first'], 3)} &rarr; {number(report['reward_last'], 3)}", "first step, last step"),
         ("reward, 10 steps", f"{number(report['reward_first_10'], 3)} &rarr; {number(report['reward_last_10'], 3)}", "first ten, last ten"),
@@ -61,6 +63,7 @@ def tiles(report: Mapping[str, Any]) -> str:
         ("wall time", duration(report["wall_seconds"]), f"{duration(report['train_seconds'])} of it in train steps"),
         ("tokens per second", number(report["tokens_per_second"]), f"{number(report['samples_per_second'])} samples per second"),
         ("prompt groups trained", f"{outcomes['trained']:,}", f"of {outcomes['issued']:,} issued; {ends}"),
+        ("prompts passed over", f"{sum(passed_over.values()):,}", escape(reasons)),
         ("samples trained", f"{report['samples_trained']:,}", f"of {report['samples_rolled_out']:,} generated"),
         ("samples lost", f"{report['samples_lost']:,}", f"{report['samples_trained_twice']:,} trained twice"),
         ("rollouts regenerated", f"{report['rollouts_regenerated']:,}", "generated again after a fault"),
@@ -93,6 +96,21 @@ def charts(report: Mapping[str, Any]) -> str:
     ended = {name.replace("_", " "): count for name, count in report["outcomes"].items() if name != "issued"}
     drawn.append(bar_chart("Prompt groups", f"how the {report['outcomes']['issued']:,} issued ones ended", ended, axis="outcome"))
     return '<h2>Training</h2><div class="charts">' + "".join(drawn) + "</div>"
+
+
+def evaluations(report: Mapping[str, Any]) -> str:
+    """Draw what each dataset says about the policy versions; nothing where none was evaluated."""
+    drawn = []
+    for name in dict.fromkeys(row["dataset"] for row in report["evaluations"]):
+        rows = [row for row in report["evaluations"] if row["dataset"] == name]
+        versions = [row["policy_version"] for row in rows]
+        drawn.append(line_chart(f"{name}: reward", "mean over prompts, by policy version", versions, [row["reward_mean"] for row in rows]))
+        for k in dict.fromkeys(k for row in rows for k in row["pass_at_k"]):
+            passes = [row["pass_at_k"].get(k) for row in rows]
+            drawn.append(line_chart(f"{name}: pass@{k}", f"chance that one of {k} samples passes, by policy version", versions, passes))
+        lengths = [row["completion_tokens_mean"] for row in rows]
+        drawn.append(line_chart(f"{name}: completion length", "mean over samples, tokens, by policy version", versions, lengths))
+    return '<h2>Evaluation</h2><div class="charts">' + "".join(drawn) + "</div>" if drawn else ""
 
 
 def phases(report: Mapping[str, Any]) -> str:

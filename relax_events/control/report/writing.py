@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from relax_events.config import RunConfig
 from relax_events.control.ledger import Ledger
 from relax_events.control.report.page import report_page
 from relax_events.control.run_state import RunState
-from relax_events.events.types import TrainStepCommitted, now_micros
+from relax_events.events.types import PolicyEvaluated, TrainStepCommitted, now_micros
 from relax_events.pipeline.description import config_digest
 
 MICROS = 1e6
@@ -48,9 +49,7 @@ def write_report(
         reason: Why the run ended, for people.
         source: Curves of the run that this one goes back to.
     """
-    report = build_report(
-        config, state, ledger, wall_seconds=wall_seconds, succeeded=succeeded, reason=reason, ended_at=now_micros(), source=source
-    )
+    report = build_report(config, state, ledger, wall_seconds=wall_seconds, succeeded=succeeded, reason=reason, ended_at=now_micros(), source=source)
     config.run_directory.mkdir(parents=True, exist_ok=True)
     replace_file(config.run_directory / "report.json", orjson.dumps(report, option=orjson.OPT_INDENT_2))
     replace_file(config.run_directory / "report.html", report_page(report).encode())
@@ -96,6 +95,8 @@ def build_report(
         of its phases) and `tokens_per_second`. `curves.phase_seconds` holds such a list for each phase.
     source: Of a run that goes back to another: its `run_id`, the `from_version`, and its `curves` at the same train steps, None where it
         has none. None for a run of its own.
+    prompts_passed_over: Rows of the prompt stream that were not issued, by reason.
+    evaluations: One for each version and dataset, oldest version first, as `PolicyEvaluated` has it, less the digests.
     weights_digests: SHA-256 of the weights that each step published, hexadecimal.
     ledger_problems: Broken promises that the ledger found; none is the proof.
     config, config_digest: The run file as resolved, less the raw client settings; SHA-256 of it without the broker's address, so that
@@ -134,12 +135,24 @@ def build_report(
         "phase_seconds": {phase: math.fsum(seconds) for phase, seconds in curves["phase_seconds"].items()},
         "curves": curves,
         "source": source,
+        "evaluations": evaluation_rows(state.evaluations.values()),
         "weights_digests": [step.weights_digest.hex() for step in steps],
         "ledger_problems": ledger.problems(),
         "config": config.model_dump(mode="json", exclude=SECRET_KEYS),
         "config_digest": config_digest(config),
         "machine": machine(),
     }
+
+
+def evaluation_rows(evaluations: Iterable[PolicyEvaluated]) -> list[dict[str, Any]]:
+    """Return evaluations as they are shown, by version and then by dataset."""
+    rows = []
+    for event in sorted(evaluations, key=lambda event: (event.policy_version, event.dataset)):
+        row = asdict(event)
+        for name in ("weights_digest", "reward_digest"):
+            del row[name]
+        rows.append(row)
+    return rows
 
 
 def step_curves(steps: Sequence[TrainStepCommitted], *, started_at: int) -> dict[str, Any]:

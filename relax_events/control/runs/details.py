@@ -169,7 +169,7 @@ def highlights(config: RunConfig) -> dict[str, Any]:
     run, algorithm, trainer = config.run, config.algorithm, config.trainer
     return {
         "model": str(config.model.path),
-        "data": config.data.source,
+        "data": ", ".join(part.source for part in config.data.parts),
         "reward": config.reward.function,
         "steps": f"{config.first_version} to {config.last_version}, {run.groups_per_step} prompt groups of {run.samples_per_prompt}",
         "mode": f"{run.mode}, max_staleness {run.max_staleness}, seed {run.seed}",

@@ -1,4 +1,4 @@
-"""Writes rows of samples as Parquet. The only place that imports pyarrow, which is an extra."""
+"""Writes rows of samples as Parquet."""
 
 from __future__ import annotations
 
@@ -6,13 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from relax_events.errors import EnvironmentProblem
-
-try:
-    import pyarrow as pa
-    from pyarrow import parquet
-except ImportError as error:
-    raise EnvironmentProblem(f"Parquet needs the package pyarrow ({error}); install relax-events[parquet], or write .jsonl") from None
+from relax_events.data.arrow import pa, parquet
 
 ROWS_AT_ONCE = 256
 PART = pa.struct([("type", pa.string()), ("text", pa.string()), ("path", pa.string())])

@@ -1,0 +1,59 @@
+"""The section `evaluation`: how good a policy version is, measured beside the training."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from relax_events.config.base import Positive, Seconds, Section
+from relax_events.config.data import RowsConfig
+from relax_events.config.generation import SamplingConfig
+from relax_events.config.reward import RewardConfig
+
+
+class EvaluationDatasetConfig(RowsConfig):
+    """A dataset that policy versions are evaluated on, whole and in order."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,47}$")]
+    """Names its figures."""
+    samples_per_prompt: Positive = 1
+    """Samples drawn for each prompt."""
+    pass_at: tuple[Positive, ...] = (1,)
+    """The k of pass@k, each at most `samples_per_prompt`."""
+    pass_reward: float = 1.0
+    """A sample passes with this reward or a higher one."""
+    sampling: SamplingConfig | None = None
+    """Sampling here; without it that of `engine.sampling`. `top_k = 1` is greedy."""
+    reward: RewardConfig | None = None
+    """The reward here; without it that of the section `reward`."""
+
+    @model_validator(mode="after")
+    def _has_enough_samples(self) -> EvaluationDatasetConfig:
+        if (highest := max(self.pass_at, default=0)) > self.samples_per_prompt:
+            rule = f"pass_at must hold numbers up to samples_per_prompt = {self.samples_per_prompt}"
+            raise ValueError(f"{rule}, got {highest}; set evaluation.datasets.samples_per_prompt")
+        return self
+
+
+class EvaluationConfig(Section):
+    """When to evaluate, and on what; without datasets nothing is evaluated."""
+
+    every: Positive = 10
+    """Policy versions between evaluations; the first and the last version are always evaluated."""
+    final_seconds: Seconds = 600.0
+    """How long the end of the run waits for the evaluation of its last version."""
+    datasets: tuple[EvaluationDatasetConfig, ...] = ()
+    """What is evaluated on."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> EvaluationConfig:
+        repeated = [name for name, count in Counter(dataset.name for dataset in self.datasets).items() if count > 1]
+        if repeated:
+            raise ValueError(f"evaluation.datasets must have names of their own, got {repeated[0]!r} twice; set evaluation.datasets.name")
+        return self
+
+    def is_due(self, policy_version: int, *, first: int, last: int) -> bool:
+        """Tell whether a version of a run is to be evaluated."""
+        return bool(self.datasets) and ((policy_version - first) % self.every == 0 or policy_version == last)

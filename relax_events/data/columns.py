@@ -1,0 +1,124 @@
+"""From the columns of a file's row to a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import orjson
+
+from relax_events.config import RowsConfig
+from relax_events.data.rows import PromptRow, with_system_prompt
+from relax_events.errors import ConfigError
+from relax_events.events.types import ChatMessage
+
+KINDS = {type(None): "null", dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
+
+
+class ColumnReader:
+    """Picks prompt, answer, metadata and tools out of a row, whatever file it comes from."""
+
+    def __init__(self, config: RowsConfig, *, section: str) -> None:
+        """Choose the columns.
+
+        Args:
+            config: Names them.
+            section: Where the run file does, for errors.
+        """
+        self._config, self._section = config, section
+        self._taken = {key for key in (config.prompt_key, config.answer_key, config.tools_key) if key}
+
+    def needed(self, columns: list[str]) -> list[str]:
+        """Return those of a file's columns that a row is made of."""
+        keys = self._config.metadata_keys
+        wanted = {name for key in (*self._taken, *(keys or ())) for name in (key, key.partition(".")[0])}
+        return [name for name in columns if keys is None or name in wanted]
+
+    def row(self, columns: Any, place: str) -> PromptRow:
+        """Make a prompt.
+
+        Args:
+            columns: Of one row, by name.
+            place: Its file and line, for errors.
+        Raises:
+            ConfigError: The row is unfit; the text names place and column.
+        """
+        config = self._config
+        if not isinstance(columns, dict):
+            raise ConfigError(f"{place} is {_kind(columns)}; each line must be one JSON object")
+        prompt = self._column(columns, config.prompt_key, "prompt_key", place)
+        messages = with_system_prompt(_messages(prompt, f"{place}: {config.prompt_key}"), config.system_prompt)
+        answer = self._column(columns, config.answer_key, "answer_key", place) if config.answer_key else ""
+        tools = self._column(columns, config.tools_key, "tools_key", place) if config.tools_key else None
+        text = answer if isinstance(answer, str) else _json(answer, f"{place}: {config.answer_key}")
+        return PromptRow(messages, text, self._metadata(columns, place), _tools(tools, f"{place}: {config.tools_key}"))
+
+    def _metadata(self, columns: dict[str, Any], place: str) -> str:
+        keys = self._config.metadata_keys
+        if keys is None:
+            chosen = {key: value for key, value in columns.items() if key not in self._taken}
+        else:
+            chosen = {key: self._column(columns, key, "metadata_keys", place) for key in keys}
+        return _json(chosen, f"{place}: the metadata") if chosen else "{}"
+
+    def _column(self, columns: dict[str, Any], key: str, setting: str, place: str) -> Any:
+        value: Any = columns
+        for name in (key,) if key in columns else key.split("."):
+            if not isinstance(value, Mapping) or name not in value:
+                has = ", ".join(map(repr, columns)) or "none"
+                raise ConfigError(f"{place} has no key {key!r}, only {has}; set {self._section}.{setting}")
+            value = value[name]
+        return value
+
+
+def _messages(prompt: Any, place: str) -> list[ChatMessage]:
+    if isinstance(prompt, str) and prompt:
+        return [ChatMessage.of_text("user", prompt)]
+    if not isinstance(prompt, list) or not prompt:
+        raise ConfigError(f"{place} is {_kind(prompt)}; a prompt is a non-empty string or a list of chat messages")
+    return [_message(message, place) for message in prompt]
+
+
+def _message(message: Any, place: str) -> ChatMessage:
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    if isinstance(content, list):
+        content = "".join(_text_part(part, place) for part in content)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise ConfigError(f"{place} has message {message!r:.80}; a chat message is an object with the strings role and content")
+    return ChatMessage.of_text(role, content)
+
+
+def _text_part(part: Any, place: str) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise ConfigError(f"{place} has content part {part!r:.80}; only parts of type 'text' with a text can be used")
+    return str(part["text"])
+
+
+def _tools(tools: Any, place: str) -> str:
+    """Return a row's tools as a JSON list, or an empty text where it has none."""
+    if isinstance(tools, str) and tools:
+        try:
+            tools = orjson.loads(tools)
+        except orjson.JSONDecodeError as error:
+            raise ConfigError(f"{place} is not JSON: {error}; tools are a list of objects, or its JSON text") from None
+    if not tools:
+        return ""
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ConfigError(f"{place} is {_kind(tools)}; tools are a list of objects, or its JSON text")
+    return _json(tools, place)
+
+
+def _json(value: Any, place: str) -> str:
+    def refuse(part: Any) -> NoReturn:
+        raise ConfigError(f"{place} holds a {type(part).__name__}, which JSON has no form for; name the columns to keep in metadata_keys")
+
+    try:
+        return orjson.dumps(value, default=refuse, option=orjson.OPT_NON_STR_KEYS).decode()
+    except orjson.JSONEncodeError as error:
+        raise error.__cause__ if isinstance(error.__cause__, ConfigError) else ConfigError(f"{place} can't be written as JSON: {error}") from None
+
+
+def _kind(value: Any) -> str:
+    if value in ("", []):
+        return f"an empty {KINDS[type(value)].split()[-1]}"
+    return KINDS.get(type(value), f"a {type(value).__name__}")

@@ -1,0 +1,155 @@
+"""Which prompts are worth a rollout: by their length, by what they earned before, by a function of the user's.
+
+A judge is asked about a row that could be issued next. It gives the row's place in the order, lower first, or the reason for which
+the row is passed over. All that it may look at is the row, what the log says it earned, and the train step, so that a prompter that
+starts again judges as the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import EntryPoint
+from typing import Any, Protocol
+
+import orjson
+
+from relax_events.config import DataConfig
+from relax_events.data.rendering import PromptRenderer
+from relax_events.data.rows import PromptRow
+from relax_events.data.stream import DataPlace
+from relax_events.errors import ConfigError, PoisonSample
+from relax_events.plugins import FilePlugin, find_plugin
+
+HOOKS = "relax_events.data_hooks"
+Verdict = float | str
+"""A place in the order, or the reason to pass over a row."""
+
+
+class Judge(Protocol):
+    """Judges a row; see the module's docstring."""
+
+    def __call__(self, row: PromptRow, *, mean_rewards: Sequence[float], train_step: int) -> Verdict:
+        """Give a verdict.
+
+        Args:
+            row: The prompt.
+            mean_rewards: Of the prompt groups that it was issued in before and that ended, oldest first.
+            train_step: The step that wants a prompt.
+        """
+
+
+class History:
+    """What rows of the data earned so far, by the ends of their prompt groups in log order."""
+
+    def __init__(self) -> None:
+        self._mean_rewards: dict[DataPlace, list[float]] = {}
+
+    def note(self, place: DataPlace, mean_reward: float) -> None:
+        """Enter the end of a prompt group."""
+        self._mean_rewards.setdefault(place, []).append(mean_reward)
+
+    def __getitem__(self, place: DataPlace) -> Sequence[float]:
+        """Return the mean rewards of a row, oldest first."""
+        return self._mean_rewards.get(place, ())
+
+
+class LengthJudge:
+    """Passes over prompts that are too short, too long, or that the chat template refuses."""
+
+    def __init__(self, renderer: PromptRenderer, *, min_tokens: int, max_tokens: int) -> None:
+        self._renderer, self._min, self._max = renderer, min_tokens, max_tokens
+
+    def __call__(self, row: PromptRow, *, mean_rewards: Sequence[float], train_step: int) -> Verdict:
+        """See `Judge`."""
+        try:
+            num_tokens = len(self._renderer.prompt_tokens(row.messages, tools=row.tools))
+        except PoisonSample:
+            return "refused_by_template"
+        if num_tokens < self._min:
+            return "too_short"
+        return "too_long" if 0 < self._max < num_tokens else 0.0
+
+
+class PassRateJudge:
+    """Passes over prompts whose newest mean reward lies outside of the bounds; with rewards of 0 and 1 it is their pass rate."""
+
+    def __init__(self, low: float, high: float) -> None:
+        self._low, self._high = low, high
+
+    def __call__(self, row: PromptRow, *, mean_rewards: Sequence[float], train_step: int) -> Verdict:
+        """See `Judge`."""
+        if not mean_rewards or self._low <= mean_rewards[-1] <= self._high:
+            return 0.0
+        return "pass_rate_too_low" if mean_rewards[-1] < self._low else "pass_rate_too_high"
+
+
+class HookJudge:
+    """Asks the user's function: `choose(prompt, *, answer, metadata, mean_rewards, train_step)`.
+
+    A number is the row's place in the order, None or False passes over it, True takes it as it comes.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Load the function.
+
+        Raises:
+            ConfigError: There is no such file or function, or the file fails to load.
+        """
+        self._name = name
+        self._function = find_hook(name).load()
+
+    def __call__(self, row: PromptRow, *, mean_rewards: Sequence[float], train_step: int) -> Verdict:
+        """See `Judge`.
+
+        Raises:
+            ConfigError: The function fails, or gives something else.
+        """
+        prompt = "\n".join(message.text for message in row.messages)
+        facts: Mapping[str, Any] = {"answer": row.answer, "metadata": orjson.loads(row.metadata), "mean_rewards": list(mean_rewards)}
+        try:
+            given = self._function(prompt, **facts, train_step=train_step)
+        except Exception as error:  # The user's function may raise anything; this is the border to it.
+            raise ConfigError(f"data.hook {self._name} failed with {type(error).__name__}: {error} on prompt {prompt!r:.80}") from error
+        if given is None or given is False:
+            return "hook"
+        if not isinstance(given, int | float) or given != given:
+            raise ConfigError(f"data.hook {self._name} gave {given!r:.60} for prompt {prompt!r:.80}; it must give a number, True, False or None")
+        return 0.0 if given is True else float(given)
+
+
+def find_hook(name: str) -> EntryPoint | FilePlugin:
+    """Find the function of `data.hook` without loading it.
+
+    Raises:
+        ConfigError: There is no such file, or no function of that name is installed.
+    """
+    return find_plugin(HOOKS, name, what=f"data.hook = {name!r}")
+
+
+def judges_of(config: DataConfig, *, renderer: PromptRenderer | None) -> list[Judge]:
+    """Return the judges that a run file asks for, in the order in which they are asked.
+
+    Args:
+        config: The run file's data section.
+        renderer: Needed where prompts are judged by length.
+    Raises:
+        ConfigError: The hook can't be loaded.
+    """
+    judges: list[Judge] = []
+    if renderer is not None and judges_length(config):
+        judges.append(LengthJudge(renderer, min_tokens=config.min_prompt_tokens, max_tokens=config.max_prompt_tokens))
+    if config.pass_rate is not None:
+        judges.append(PassRateJudge(*config.pass_rate))
+    if config.hook:
+        judges.append(HookJudge(config.hook))
+    return judges
+
+
+def judges_length(config: DataConfig) -> bool:
+    """Tell whether prompts have to be rendered to be judged."""
+    return bool(config.min_prompt_tokens or config.max_prompt_tokens)
+
+
+def needs_history(config: DataConfig) -> bool:
+    """Tell whether what prompts earned before decides about them."""
+    return config.pass_rate is not None or bool(config.hook)

@@ -1,0 +1,169 @@
+"""Prompts from Parquet files: one, or a folder of them as Hugging Face datasets are laid out."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from relax_events.config import RowsConfig
+from relax_events.data.arrow import pa, parquet
+from relax_events.data.columns import ColumnReader
+from relax_events.data.rows import PromptRow, UnfitRows
+from relax_events.errors import ConfigError
+
+ALL_ROWS = slice(None)
+ROWS_AT_ONCE = 1024
+CACHE_BYTES = 32 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """A part of a file that is read as a whole; `first_row` counts over all files."""
+
+    path: Path
+    number: int
+    first_row: int
+    num_rows: int
+    first_row_of_file: int
+
+
+class ParquetSource:
+    """Rows of Parquet files, read on demand: memory is that of the row groups read last, up to 32 MiB or one of them.
+
+    Every row is checked once when the files are opened, a batch at a time, so that a bad one stops a run before it starts.
+    """
+
+    def __init__(self, path: Path, config: RowsConfig, *, span: slice = ALL_ROWS, section: str = "data") -> None:
+        """Find the row groups and check the rows.
+
+        Args:
+            path: A file, or a folder of files.
+            config: Names split, columns and system prompt.
+            span: Which of the rows to take.
+            section: Where the run file names it, for errors.
+        Raises:
+            ConfigError: There is no such file, it is no Parquet or has no rows, or more rows are unfit than allowed.
+        """
+        self._path, self._section = path, section
+        self._columns = ColumnReader(config, section=section)
+        self._cache: OrderedDict[int, pa.Table] = OrderedDict()
+        self.unfit = UnfitRows(section, config.max_bad_rows)
+        self._groups = self._find_groups(parquet_files(path, config.split, section=section))
+        self._first_rows = [group.first_row for group in self._groups]
+        total = sum(group.num_rows for group in self._groups)
+        self._start, self._stop, _ = span.indices(total)
+        self._left_out = array("Q")
+        """For each row left out, how many good ones stand before it."""
+        self._check()
+        if self.rows < 1:
+            raise ConfigError(f"{path} has no rows{'' if span == ALL_ROWS else f' from {self._start} on, of {total}'}; set {section}.source")
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return max(self._stop - self._start, 0) - len(self._left_out)
+
+    def row(self, index: int) -> PromptRow:
+        """Read one row, with the row group that it lies in."""
+        if not 0 <= index < self.rows:
+            raise IndexError(f"row {index} of {self._path}: it has {self.rows} rows")
+        place = self._start + index + bisect_right(self._left_out, index)
+        number = bisect_right(self._first_rows, place) - 1
+        group = self._groups[number]
+        offset = place - group.first_row
+        columns = self._table(number).slice(offset, 1).to_pylist()[0]
+        return self._columns.row(columns, f"{group.path}, row {place - group.first_row_of_file}")
+
+    def _find_groups(self, files: list[Path]) -> list[RowGroup]:
+        groups: list[RowGroup] = []
+        row = 0
+        for path in files:
+            first_row_of_file = row
+            with self._opened(path) as file:
+                for number in range(file.metadata.num_row_groups):
+                    num_rows = file.metadata.row_group(number).num_rows
+                    groups.append(RowGroup(path, number, row, num_rows, first_row_of_file))
+                    row += num_rows
+        return [group for group in groups if group.num_rows]
+
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[Any]:
+        try:
+            with parquet.ParquetFile(path) as file:
+                yield file
+        except (OSError, pa.ArrowException) as error:
+            raise ConfigError(f"data file {path} can't be read as Parquet: {error}; set {self._section}.source") from None
+
+    def _table(self, number: int) -> pa.Table:
+        """Return a row group, and keep it while the budget lasts: the oldest go first."""
+        if number in self._cache:
+            self._cache.move_to_end(number)
+            return self._cache[number]
+        group = self._groups[number]
+        with self._opened(group.path) as file:
+            table = file.read_row_group(group.number, columns=self._columns.needed(file.schema_arrow.names))
+        while self._cache and table.nbytes + sum(kept.nbytes for kept in self._cache.values()) > CACHE_BYTES:
+            self._cache.popitem(last=False)
+        self._cache[number] = table
+        return table
+
+    def _check(self) -> None:
+        num_good = 0
+        for place, columns in self._all_columns():
+            try:
+                self._columns.row(columns, place)
+            except ConfigError as error:
+                self.unfit.add(error)
+                self._left_out.append(num_good)
+            else:
+                num_good += 1
+
+    def _all_columns(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Give every row of the span, by its place, one batch in memory at a time."""
+        for group in self._groups:
+            if group.first_row + group.num_rows <= self._start or group.first_row >= self._stop:
+                continue
+            with self._opened(group.path) as file:
+                names = self._columns.needed(file.schema_arrow.names)
+                row = group.first_row
+                for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[group.number], columns=names):
+                    for columns in batch.to_pylist():
+                        if self._start <= row < self._stop:
+                            yield f"{group.path}, row {row - group.first_row_of_file}", columns
+                        row += 1
+
+
+def parquet_files(path: Path, split: str, *, section: str) -> list[Path]:
+    """Return the Parquet files of a source, sorted by name.
+
+    Args:
+        path: A file, or a folder in Hugging Face layout: `train-00000-of-00002.parquet`, also in folders below, or `train/0000.parquet`.
+        split: Takes the files that are named so, or that lie in a folder named so.
+        section: Where the run file names it, for errors.
+    Raises:
+        ConfigError: There are none; the text says what there is.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ConfigError(f"data file {path} does not exist; set {section}.source = 'parquet:<file or folder>'")
+    files = sorted(path.rglob("*.parquet"))
+    if not files:
+        raise ConfigError(f"data folder {path} holds no .parquet file; set {section}.source = 'parquet:<file or folder>'")
+    chosen = [file for file in files if not split or split in splits_of(file.relative_to(path))]
+    if not chosen:
+        known = sorted({splits_of(file.relative_to(path))[0] for file in files})
+        raise ConfigError(f"data folder {path} has no split {split!r}, only {', '.join(known)}; set {section}.split")
+    return chosen
+
+
+def splits_of(file: Path) -> tuple[str, ...]:
+    """Return the names of the split that a file may belong to: `train` of `train-00000-of-00002.parquet`, and of `train/0000.parquet`."""
+    return (re.split(r"[-.]", file.name, maxsplit=1)[0], *file.parts[:-1])

@@ -1,0 +1,53 @@
+"""A prompter that chooses its prompts by a hook and by what they earned dies in the middle: no row is issued twice, none is forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import FaultRun, assert_books_balance, mark_of
+
+from relax_events.events.codec import EventCodec
+from relax_events.events.types import Outcome, PromptGroupEnded, PromptGroupIssued
+
+BLOCK_ROWS = 12
+HOOK = """
+def choose(prompt, *, answer, metadata, mean_rewards, train_step):
+    return None if "tea" in prompt else len(prompt) - len(mean_rewards)
+"""
+
+
+@pytest.mark.long
+def test_chosen_prompts_are_each_issued_once_when_the_prompter_dies(start_run: Callable[..., FaultRun], directory: Path) -> None:
+    (directory / "hook.py").write_text(HOOK)
+    run = start_run(
+        run={"num_steps": 12},
+        data={"hook": f"{directory / 'hook.py'}:choose", "hook_block_rows": BLOCK_ROWS, "pass_rate": [0.15, 0.95]},
+        algorithm={"filter_uniform_rewards": True},
+    )
+    points = ("prompter.after_issue:2=kill", "trainer.in_transaction:4=kill")
+    run.arm(*points)
+    assert run.until_ended(run.start()) == 0
+    assert run.fired() == {mark_of(point) for point in points}
+    assert_books_balance(run)
+
+    codec = EventCodec()
+    events = [codec.decode(record.value) for record in run.records("prompt.groups", num_partitions=run.plan.queue_partitions)]
+    issued = {event.prompt_group_id: event for event in events if isinstance(event, PromptGroupIssued)}
+    ends = [codec.decode(record.value) for record in run.records("control.group-outcomes")]
+    expired = {end.prompt_group_id for end in ends if isinstance(end, PromptGroupEnded) and end.outcome is Outcome.EXPIRED}
+    rows = [event.row for name, event in issued.items() if not _takes_the_seat_of(name, expired)]
+    assert len(rows) == len(set(rows))
+    passed_over = {int(row): reason for event in issued.values() for row, reason in event.passed_over.items()}
+    assert not passed_over.keys() & set(rows)
+    assert "hook" in passed_over.values()
+    assert not [event for event in issued.values() if "tea" in event.messages[-1].text]
+    begun = max(rows) // BLOCK_ROWS * BLOCK_ROWS
+    assert {*rows, *passed_over} >= set(range(begun))
+    assert run.report()["prompts_passed_over"]["hook"] == list(passed_over.values()).count("hook")
+
+
+def _takes_the_seat_of(prompt_group_id: str, ended: set[str]) -> bool:
+    seat, _, attempt = prompt_group_id.rpartition("-")
+    return f"{seat}-{int(attempt) - 1}" in ended

@@ -1,0 +1,102 @@
+"""Judges of prompts: lengths, pass rates, a function of the user's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from relax_events.config import DataConfig
+from relax_events.data.judging import History, HookJudge, LengthJudge, PassRateJudge, Verdict, judges_of
+from relax_events.data.rendering import PromptRenderer
+from relax_events.data.rows import PromptRow
+from relax_events.data.stream import DataPlace
+from relax_events.errors import ConfigError
+from relax_events.events.types import ChatMessage
+from relax_events.models.tokenizer import train_tokenizer
+
+HOOKS = """
+def level(prompt, *, answer, metadata, mean_rewards, train_step):
+    return metadata.get("level")
+
+def facts(prompt, *, answer, metadata, mean_rewards, train_step):
+    return 1000 * len(prompt) + 100 * len(answer) + 10 * len(mean_rewards) + train_step
+
+def easy(prompt, *, answer, metadata, mean_rewards, train_step):
+    return not mean_rewards or mean_rewards[-1] < 1
+
+def broken(prompt, *, answer, metadata, mean_rewards, train_step):
+    raise KeyError("no level")
+
+def words(prompt, *, answer, metadata, mean_rewards, train_step):
+    return "later"
+"""
+
+
+def row_of(text: str, metadata: str = "{}") -> PromptRow:
+    return PromptRow([ChatMessage.of_text("user", text)], "42", metadata)
+
+
+@pytest.fixture
+def hook_file(tmp_path: Path) -> Path:
+    path = tmp_path / "hooks.py"
+    path.write_text(HOOKS)
+    return path
+
+
+@pytest.mark.parametrize(("text", "verdict"), [("ab", "too_short"), ("abc", 0.0), ("abcde", 0.0), ("abcdef", "too_long")])
+def test_length_judge_counts_tokens(text: str, verdict: Verdict) -> None:
+    # A tokenizer of bytes alone: as many tokens as letters.
+    renderer = PromptRenderer(train_tokenizer(["x"], vocab_size=256), DataConfig(source="jsonl:x", chat_template=False))
+    judge = LengthJudge(renderer, min_tokens=3, max_tokens=5)
+    assert judge(row_of(text), mean_rewards=(), train_step=0) == verdict
+
+
+def test_length_judge_passes_over_what_the_template_refuses() -> None:
+    tokenizer = train_tokenizer(["x"])
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    judge = LengthJudge(PromptRenderer(tokenizer, DataConfig(source="jsonl:x")), min_tokens=1, max_tokens=0)
+    assert judge(row_of("hi"), mean_rewards=(), train_step=0) == "refused_by_template"
+
+
+@pytest.mark.parametrize(
+    ("mean_rewards", "verdict"),
+    [((), 0.0), ((0.1,), 0.0), ((0.0, 0.9), 0.0), ((0.5, 0.05), "pass_rate_too_low"), ((0.5, 0.95), "pass_rate_too_high")],
+)
+def test_pass_rate_judge_looks_at_the_newest_mean_reward(mean_rewards: tuple[float, ...], verdict: Verdict) -> None:
+    assert PassRateJudge(0.1, 0.9)(row_of("p"), mean_rewards=mean_rewards, train_step=3) == verdict
+
+
+def test_hook_gives_a_place_in_the_order_or_drops_the_row(hook_file: Path) -> None:
+    judge = HookJudge(f"{hook_file}:level")
+    assert judge(row_of("p", '{"level": 2}'), mean_rewards=(), train_step=0) == 2.0
+    assert judge(row_of("p"), mean_rewards=(), train_step=0) == "hook"
+    easy = HookJudge(f"{hook_file}:easy")
+    assert [easy(row_of("p"), mean_rewards=rewards, train_step=0) for rewards in ((), (1.0, 0.5), (1.0,))] == [0.0, 0.0, "hook"]
+
+
+def test_hook_is_told_all_that_it_may_look_at(hook_file: Path) -> None:
+    assert HookJudge(f"{hook_file}:facts")(row_of("abc"), mean_rewards=(0.5, 1.0, 0.0, 0.0), train_step=7) == 3247.0
+
+
+def test_hook_that_fails_is_named_with_the_prompt(hook_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"hooks.py:broken failed with KeyError: 'no level' on prompt 'why\?'"):
+        HookJudge(f"{hook_file}:broken")(row_of("why?"), mean_rewards=(), train_step=0)
+    with pytest.raises(ConfigError, match=r"hooks.py:words gave 'later' for prompt 'why\?'; it must give a number, True, False or None"):
+        HookJudge(f"{hook_file}:words")(row_of("why?"), mean_rewards=(), train_step=0)
+    with pytest.raises(ConfigError, match=r"data.hook = .*nowhere.py does not exist"):
+        HookJudge("nowhere.py:level")
+
+
+def test_history_keeps_mean_rewards_in_order() -> None:
+    history = History()
+    for reward in (0.25, 0.5):
+        history.note(DataPlace(0, 3), reward)
+    assert (list(history[DataPlace(0, 3)]), list(history[DataPlace(1, 3)])) == ([0.25, 0.5], [])
+
+
+def test_judges_are_those_that_the_run_file_asks_for(hook_file: Path) -> None:
+    renderer = PromptRenderer(train_tokenizer(["x"]), DataConfig(source="jsonl:x", chat_template=False))
+    every = DataConfig(source="jsonl:x", max_prompt_tokens=3, pass_rate=(0.1, 0.9), hook=f"{hook_file}:level")
+    assert [type(judge) for judge in judges_of(every, renderer=renderer)] == [LengthJudge, PassRateJudge, HookJudge]
+    assert judges_of(DataConfig(source="jsonl:x"), renderer=renderer) == []

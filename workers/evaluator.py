@@ -1,0 +1,175 @@
+"""The evaluator role: how good policy versions are, measured beside the training on an engine of its own.
+
+    control.policy-versions --> which version is due --> load its weights --> every dataset, whole --> PolicyEvaluated on control.evaluations
+    control.evaluations -----> which are done
+
+Nobody waits for it while the run goes on, and it waits for nobody: it holds the weights of one version until all datasets are done with
+it, however many are published meanwhile. Due versions are taken oldest first; one whose weights have been deleted before its turn is
+skipped. An evaluator that starts again goes on with the first dataset of the version that is not done; no figure mixes versions.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import structlog
+
+from relax_events.config import EvaluationDatasetConfig, RunConfig
+from relax_events.data.rendering import PromptRenderer
+from relax_events.data.rows import PromptSource
+from relax_events.data.sources import evaluated_parts, open_source
+from relax_events.engines.protocol import Engine
+from relax_events.errors import WeightsError
+from relax_events.events.types import Event, PolicyEvaluated, PolicyVersionPublished
+from relax_events.pipeline.failpoints import failpoint
+from relax_events.pipeline.worker import Worker
+from relax_events.rewards.pool import RewardPool
+from relax_events.weights.manifest import Weights
+from relax_events.weights.transport import StoreTransport, WeightsTransport
+from workers.evaluation_pass import EvaluationPass
+from workers.opening import open_store, open_worker
+from workers.rollout import open_engine
+
+log = structlog.get_logger()
+IDLE_SECONDS = 0.5
+RELOAD_SECONDS = 2.0
+
+
+def run(config: RunConfig, *, index: int = 0) -> None:
+    """Run the role until it is asked to stop."""
+    store = open_store(config)
+    sources = {part.name: open_source(part, seed=config.run.seed, section=section) for section, part in evaluated_parts(config)}
+    with ExitStack() as stack:
+        rewards = {part.name: stack.enter_context(RewardPool(part.reward or config.reward)) for part in config.evaluation.datasets}
+        worker = stack.enter_context(open_worker("evaluator", config, index=index, store=store, follow=("control.evaluations",), linger_ms=0))
+        engine = open_engine(config)
+        stack.callback(engine.close)
+        EvaluatorLoop(worker, engine, StoreTransport(store), sources=sources, rewards=rewards).run()
+
+
+class EvaluatorLoop:
+    """See the module's docstring."""
+
+    def __init__(
+        self, worker: Worker, engine: Engine, transport: WeightsTransport, *, sources: dict[str, PromptSource], rewards: dict[str, RewardPool]
+    ) -> None:
+        self._worker, self._engine, self._transport, self._config = worker, engine, transport, worker.config
+        self._sources, self._rewards = sources, rewards
+        self._renderer = PromptRenderer.from_folder(self._config.model.path, self._config.data)
+        self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._published: dict[int, PolicyVersionPublished] = {}
+        self._done: set[tuple[int, str]] = set()
+
+    def run(self) -> None:
+        """Evaluate until the drain starts."""
+        worker = self._worker
+        worker.drain.on_start(self._wake)
+        worker.follow(self._inbox.put)
+        while not worker.drain.requested:
+            self._take()
+            due = min(self._published, default=None)
+            if due is not None and not worker.paused:
+                self._evaluate(self._published[due])
+            worker.tick(working=due is not None)
+
+    def _wake(self) -> None:
+        self._inbox.put(None)
+        self._engine.interrupt()
+
+    def _take(self) -> None:
+        """Take what the control log said; wait for it when nothing is due."""
+        try:
+            event = self._inbox.get_nowait() if self._published else self._inbox.get(timeout=IDLE_SECONDS)
+            while True:
+                self._note(event)
+                event = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _note(self, event: Event | None) -> None:
+        config = self._config
+        if isinstance(event, PolicyEvaluated):
+            self._done.add((event.policy_version, event.dataset))
+            if not list(self._left(event.policy_version)):
+                self._published.pop(event.policy_version, None)
+        elif isinstance(event, PolicyVersionPublished):
+            version = event.policy_version
+            is_due = config.evaluation.is_due(version, first=config.first_version, last=config.last_version)
+            if is_due and list(self._left(version)):
+                self._published[version] = event
+
+    def _left(self, version: int) -> Iterator[EvaluationDatasetConfig]:
+        """Give the datasets that a version is still to be evaluated on."""
+        return (dataset for dataset in self._config.evaluation.datasets if (version, dataset.name) not in self._done)
+
+    def _evaluate(self, published: PolicyVersionPublished) -> None:
+        """Evaluate a version on every dataset that is left, or on as many as the drain allows."""
+        version = published.policy_version
+        weights = self._load(published)
+        if weights is None:
+            return
+        self._worker.beats.policy_version = version
+        for dataset in list(self._left(version)):
+            started = time.monotonic()
+            done = self._pass(dataset, weights)
+            if done is None:
+                return
+            self._worker.producer.write([self._worker.outbound("control.evaluations", done, key=f"{version}/{dataset.name}")])
+            failpoint("evaluator.after_write")
+            self._done.add((version, dataset.name))
+            self._worker.finished(1, started)
+        del self._published[version]
+
+    def _load(self, published: PolicyVersionPublished) -> Weights | None:
+        """Make the engine hold a version; None where its weights can't be had: those of an old one have been deleted before its turn."""
+        version = published.policy_version
+        try:
+            weights = self._transport.fetch(published)
+            failpoint("evaluator.before_load")
+            self._engine.load_weights(weights)
+        except WeightsError as error:
+            is_newest = version == self._worker.control.policy_version
+            log.error("evaluation.delayed" if is_newest else "evaluation.skipped", policy_version=version, error=str(error))
+            if is_newest:
+                self._worker.drain.wait(RELOAD_SECONDS)
+            else:
+                del self._published[version]
+            return None
+        return weights
+
+    def _pass(self, dataset: EvaluationDatasetConfig, weights: Weights) -> PolicyEvaluated | None:
+        """Evaluate the loaded version on a dataset; None when the drain came first."""
+        started = time.monotonic()
+        one = EvaluationPass(
+            dataset,
+            self._sources[dataset.name],
+            engine=self._engine,
+            renderer=self._renderer,
+            rewards=self._rewards[dataset.name],
+            config=self._config,
+            beat=lambda: self._worker.tick(working=True),
+        )
+        while not one.is_over:
+            if self._worker.drain.requested:
+                one.abort()
+                return None
+            one.turn()
+            failpoint("evaluator.generating")
+            self._worker.beats.num_in_flight = self._engine.num_running
+            self._worker.tick(working=True)
+        self._worker.metrics.tokens(one.tally.num_tokens)
+        done = one.result(policy_version=weights.policy_version, weights_digest=weights.digest, seconds=time.monotonic() - started)
+        log.info(
+            "policy_version.evaluated",
+            policy_version=done.policy_version,
+            dataset=done.dataset,
+            reward_mean=done.reward_mean,
+            pass_at_k=done.pass_at_k,
+            num_unscored=done.num_unscored,
+            num_refused=done.num_refused,
+            seconds=round(done.seconds, 3),
+        )
+        return done
