@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from relax_events.broker.eviction import evict_predecessors
 from relax_events.config import RunConfig
 from relax_events.events.types import Event
 from relax_events.objects.claim_check import check_in, check_out
 from relax_events.objects.roots import AllowedRoots
 from relax_events.objects.store import ObjectStore
 from relax_events.pipeline.worker import Worker
+from relax_events.topics.rights import ROLE_RIGHTS
 
 
 class StoreClaimCheck:
@@ -37,9 +39,11 @@ def open_store(config: RunConfig) -> ObjectStore:
 def open_worker(
     role: str, config: RunConfig, *, index: int, store: ObjectStore | None = None, follow: Sequence[str] = (), linger_ms: float | None = None
 ) -> Worker:
-    """Make the worker of a role, draining on signals. Use it as a context manager."""
+    """Make the worker of a role, draining on signals; what an earlier process of its name still holds is free. Use it as a context manager."""
     opened, objects = store or open_store(config), config.objects
     claim_check = StoreClaimCheck(opened, inline_max_bytes=objects.inline_max_bytes, allowed_roots=objects.allowed_roots)
     worker = Worker(role, config, claim_check=claim_check, index=index, follow=follow, linger_ms=linger_ms)
     worker.drain.listen_to_signals()
+    if ROLE_RIGHTS[role].is_member:
+        evict_predecessors(worker.connection, worker.plan.consumer_group(role))
     return worker

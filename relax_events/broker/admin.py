@@ -60,6 +60,7 @@ class GroupMember:
     client_id: str
     host: str
     places: tuple[tuple[str, int], ...]
+    member_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +331,7 @@ def _group_state(described: Any) -> GroupState:
             member.client_id,
             member.host.removeprefix("/"),
             tuple(sorted((place.topic, place.partition) for place in (member.assignment.topic_partitions if member.assignment else ()))),
+            member.member_id,
         )
         for member in described.members
     )

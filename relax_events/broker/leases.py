@@ -119,13 +119,17 @@ class _Lane:
     """One share consumer and the thread that waits for it."""
 
     def __init__(self, connection: Connection, group: str, topic: str, source: ShareLeases) -> None:
-        settings = connection.settings(group_id=group, share_acknowledgement_mode="explicit", max_poll_records=1)
-        self._consumer = ShareConsumer(settings)
-        self._consumer.subscribe([topic])
-        self._source, self._connection = source, connection
+        self._settings = connection.settings(group_id=group, share_acknowledgement_mode="explicit", max_poll_records=1)
+        self._source, self._connection, self._topic = source, connection, topic
+        self._consumer = self._joined()
         self.settlement: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name="lane", daemon=True)
         self.thread.start()
+
+    def _joined(self) -> Any:
+        consumer = ShareConsumer(self._settings)
+        consumer.subscribe([self._topic])
+        return consumer
 
     def _run(self) -> None:
         while not self._source.stopping:
@@ -142,10 +146,18 @@ class _Lane:
         self._source.leave()
 
     def _note(self, error: KafkaError | None) -> None:
-        """Pass over what mends itself; what we are denied ends the worker, since its queue would stay silent for ever."""
+        """Pass over what mends itself, join anew after what does not.
+
+        What we are denied ends the worker, since its queue would stay silent for ever.
+        """
         if error is None:
             return
         log.debug("lane.disturbed", error=error.name())
+        if error.fatal() or error.code() == KafkaError._FATAL:
+            log.warning("lane.rejoins", error=error.str())
+            self._consumer.close()
+            self._consumer = self._joined()
+            return
         if isinstance(refused := translate(error, "leasing records"), AccessDenied):
             self._connection.refusals.deny(refused)
             self._source.stop()

@@ -1,6 +1,6 @@
 """One request of Kafka's protocol, sent by hand, for what librdkafka has no call for. Logs in as its clients do.
 
-Source: Kafka protocol guide (request header v1, SaslHandshake v1, SaslAuthenticate v0); RFC 5802 for SCRAM.
+Source: Kafka protocol guide (request headers v1 and v2, SaslHandshake v1, SaslAuthenticate v0); RFC 5802 for SCRAM.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable, C
 
 SASL_HANDSHAKE, SASL_AUTHENTICATE = 17, 36
 SCRAM_HASHES = {"SCRAM-SHA-256": "sha256", "SCRAM-SHA-512": "sha512"}
+MAX_COMPACT = 127
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
 
@@ -55,6 +56,15 @@ def text(value: str | None) -> bytes:
     """Return a string as a request holds it."""
     encoded = b"" if value is None else value.encode()
     return struct.pack(">h", -1 if value is None else len(encoded)) + encoded
+
+
+def compact_text(value: str | None) -> bytes:
+    """Return a string as a flexible request holds it; those here are short enough for one byte of length."""
+    encoded = b"" if value is None else value.encode()
+    length = 0 if value is None else len(encoded) + 1
+    if length > MAX_COMPACT:
+        raise ValueError(f"compact strings here have at most {MAX_COMPACT - 1} bytes, got {length - 1}")
+    return bytes([length]) + encoded
 
 
 def array(items: list[bytes]) -> bytes:
@@ -114,14 +124,19 @@ class Wire:
                 failure = error
         raise failure
 
-    def ask(self, api_key: int, version: int, body: bytes) -> Reader:
+    def ask(self, api_key: int, version: int, body: bytes, *, is_flexible: bool = False) -> Reader:
         """Send a request and return its answer.
 
+        Args:
+            api_key: Which request.
+            version: Of the request.
+            body: What follows the header.
+            is_flexible: Whether this version has tagged fields; then headers have some too, none here.
         Raises:
             BrokerUnavailable: The connection broke, or no answer came in time.
         """
         self._correlation_id += 1
-        message = struct.pack(">hhi", api_key, version, self._correlation_id) + text(self._connection.client_id) + body
+        message = struct.pack(">hhi", api_key, version, self._correlation_id) + text(self._connection.client_id) + b"\0" * is_flexible + body
         try:
             self._socket.sendall(struct.pack(">i", len(message)) + message)
             (length,) = struct.unpack(">i", self._receive(4))
@@ -131,6 +146,8 @@ class Wire:
         except OSError as error:
             raise BrokerUnavailable(f"request {api_key} got no answer: {error}; see that the broker runs") from error
         answer.take("i")
+        if is_flexible:
+            answer.take("b")
         return answer
 
     def _receive(self, num_bytes: int) -> bytes:
