@@ -18,7 +18,7 @@ from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow
 from relax_events.data.stream import DataPlace
 from relax_events.errors import ConfigError, PoisonSample
-from relax_events.plugins import FilePlugin, find_plugin
+from relax_events.plugins import FUNCTION, FilePlugin, find_plugin
 
 HOOKS = "relax_events.data_hooks"
 Verdict = float | str
@@ -123,7 +123,7 @@ def find_hook(name: str) -> EntryPoint | FilePlugin:
     Raises:
         ConfigError: There is no such file, or no function of that name is installed.
     """
-    return find_plugin(HOOKS, name, what=f"data.hook = {name!r}")
+    return find_plugin(HOOKS, name, what=f"data.hook = {name!r}", accepts=FUNCTION)
 
 
 def judges_of(config: DataConfig, *, renderer: PromptRenderer | None) -> list[Judge]:
