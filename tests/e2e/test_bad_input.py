@@ -106,7 +106,7 @@ def test_doctor_finds_everything_at_once_and_starts_nothing(relax: Relax, run_fi
     assert "no broker answered at 127.0.0.1:1" in found["broker"]
     assert "model.path nowhere does not exist" in found["model"]
     assert "data file nowhere.jsonl does not exist" in found["data"]
-    assert "reward file nowhere.py does not exist" in found["reward"]
+    assert "file nowhere.py does not exist" in found["reward"]
     assert "engine.name = 'vroom' is not installed" in found["roles"]
     assert "Traceback" not in ended.err
     assert not (tmp_path / ".relax/broker").exists()
