@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
+import pytest
 from harness import FaultRun, assert_books_balance
 
 from relax_events.events.types import now_micros
@@ -12,6 +13,7 @@ from relax_events.events.types import now_micros
 STEPS = 32
 
 
+@pytest.mark.long
 def test_second_rollout_worker_takes_work_within_five_seconds_and_leaves_none(start_run: Callable[..., FaultRun]) -> None:
     run = start_run(run={"num_steps": STEPS})
     run.start()
