@@ -32,7 +32,7 @@ SIZES = {"7 KB": 512, "53 KB": 4096, "0.5 MB": 40_960}
 ONE_BY_ONE = "one by one"
 CELL_BYTES = 256 * 1024 * 1024  # what one measurement moves at the most, unless its two batches are more
 RATE_AIM, P99_AIM_MS, BATCH_AIM = 20.0, 10.0, 1.5
-PACED_PER_SECOND, PACED_SECONDS = 40.0, 2.5
+PACED_PER_SECOND, PACED_SECONDS = 50.0, 6.0  # so many that its p99 is not the very first one, whose topic nobody has met yet
 
 Results = dict[str, list[Result]]
 
@@ -196,7 +196,7 @@ its simple storage with two units; it gets tensors stacked beforehand, and is as
 streams carry the bytes of our codec, with a consumer group that acknowledges.
 
 "One by one": each put is acknowledged before the next begins, and the reader takes, decodes and acknowledges one at a time, while more are
-put; so its latency holds what waits because a reader is slower than its writer. "40 a second" shows the latency without that. "Streamed" is
+put; so its latency holds what waits because a reader is slower than its writer. "50 a second" shows the latency without that. "Streamed" is
 how our workers write: each sample when it is there, acknowledgements awaited together. A batch is put and acknowledged at once, and read as
 one. Latency is from before the put to after the decode. CPU is that of server, writer and readers together. Sides take turns within a
 round, ratios are of one round; figures are medians of the
