@@ -28,9 +28,9 @@ from relax_events.telemetry.endpoint import WorkerEndpoint
 from relax_events.telemetry.logs import configure_logs
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.topics import TopicPlan
+from relax_events.topics.plan import CONTROL_TOPICS
 
 log = structlog.get_logger()
-CONTROL = "control."
 ANNOUNCEMENT_SECONDS = 5.0
 
 
@@ -95,7 +95,7 @@ class Worker(AbstractContextManager["Worker"]):
     def outbound(self, entity: str, event: Event, *, key: str = "", partition: int = -1, policy_version: int | None = None) -> OutRecord:
         """Make a record of an event for one of the run's topics. Control records hold everything: they must outlive the object store."""
         headers = {} if policy_version is None else {POLICY_VERSION_HEADER: str(policy_version)}
-        stored = event if entity.startswith(CONTROL) else self._claim_check.check_in(event)
+        stored = event if entity in CONTROL_TOPICS else self._claim_check.check_in(event)
         return OutRecord(self.plan.topic(entity), self.codec.encode(stored), key=key, partition=partition, headers=headers)
 
     def sample_record(self, entity: str, event: Event, *, prompt_group_id: str, policy_version: int) -> OutRecord:
