@@ -103,7 +103,7 @@ class Soak:
             {
                 "run": MODES[number % len(MODES)] | {"num_steps": ENDLESS, "seed": random.randrange(2**31), "max_failed_groups": ENDLESS},
                 "broker": {"lease": random.choice(["share_group", "share_group", "consumer_group"])} | over_link,
-                "objects": {"inline_max_bytes": 80},  # so that the arrays of longer samples travel by reference
+                "objects": {"inline_max_bytes": 60},  # so that the arrays of most samples travel by reference
                 "reward": {"function": f"{self.folder / 'reward.py'}:badly", "timeout_seconds": 2.0},
                 "workers": {"rollout": random.choice([1, 2]), "advantage": random.choice([1, 2]), "max_restarts": ENDLESS},
             },
