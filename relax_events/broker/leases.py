@@ -96,6 +96,10 @@ class ShareLeases:
         finally:
             self._count_idle(1)
 
+    def pause(self) -> None:
+        """Let a moment pass before what failed is tried again; a stop ends it."""
+        self._stopping.wait(POLL_SECONDS / 10)
+
     def leave(self) -> None:
         """Count a lane as one that has left the group."""
         self._count_idle(-1)
@@ -121,7 +125,7 @@ class _Lane:
     def __init__(self, connection: Connection, group: str, topic: str, source: ShareLeases) -> None:
         self._settings = connection.settings(group_id=group, share_acknowledgement_mode="explicit", max_poll_records=1)
         self._source, self._connection, self._topic = source, connection, topic
-        self._consumer = self._joined()
+        self._consumer: Any | None = self._joined()
         self.settlement: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name="lane", daemon=True)
         self.thread.start()
@@ -132,18 +136,28 @@ class _Lane:
         return consumer
 
     def _run(self) -> None:
-        while not self._source.stopping:
-            try:
-                polled = self._consumer.poll(POLL_SECONDS)
-                for message in polled:
-                    self._note(message.error())
-                if messages := [message for message in polled if message.error() is None]:
-                    with self._source.serving():
-                        self._serve(messages)
-            except KafkaException as exception:
-                self._note(error_of(exception))
-        self._consumer.close()
-        self._source.leave()
+        try:
+            while not self._source.stopping:
+                self._turn()
+            if self._consumer is not None:
+                self._consumer.close()
+        finally:
+            self._source.leave()
+
+    def _turn(self) -> None:
+        try:
+            if self._consumer is None:
+                self._consumer = self._joined()
+            polled = self._consumer.poll(POLL_SECONDS)
+            for message in polled:
+                self._note(message.error())
+            messages = [message for message in polled if message.error() is None]
+            if messages and self._consumer is not None:
+                with self._source.serving():
+                    self._serve(self._consumer, messages)
+        except KafkaException as exception:
+            self._note(error_of(exception))
+            self._source.pause()
 
     def _note(self, error: KafkaError | None) -> None:
         """Pass over what mends itself, join anew after what does not.
@@ -155,14 +169,15 @@ class _Lane:
         log.debug("lane.disturbed", error=error.name())
         if error.fatal() or error.code() == KafkaError._FATAL:
             log.warning("lane.rejoins", error=error.str())
-            self._consumer.close()
-            self._consumer = self._joined()
+            consumer, self._consumer = self._consumer, None
+            if consumer is not None:
+                consumer.close()
             return
         if isinstance(refused := translate(error, "leasing records"), AccessDenied):
             self._connection.refusals.deny(refused)
             self._source.stop()
 
-    def _serve(self, messages: list[Any]) -> None:
+    def _serve(self, consumer: Any, messages: list[Any]) -> None:
         """Serve what one poll brought: one record as a rule, more when the producer batched several."""
         for message in messages:
             while not self.settlement.empty():
@@ -174,8 +189,8 @@ class _Lane:
                 accepted = self.settlement.get()
             if not accepted and self._source.stopping:
                 self._source.until_idle_left()
-            self._consumer.acknowledge(message, AcknowledgeType.ACCEPT if accepted else AcknowledgeType.RELEASE)
-        for partition, error in (self._consumer.commit_sync(POLL_SECONDS * 10) or {}).items():
+            consumer.acknowledge(message, AcknowledgeType.ACCEPT if accepted else AcknowledgeType.RELEASE)
+        for partition, error in (consumer.commit_sync(POLL_SECONDS * 10) or {}).items():
             if error is not None:
                 log.warning("lease.lapsed", partition=str(partition), error=str(error))
 
