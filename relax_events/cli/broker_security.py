@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from relax_events.broker.connection import Connection
+    from relax_events.broker.security.principals import SecurityChanges
+    from relax_events.config import RunConfig
 
 DEFAULT_FOLDER = Path(".relax/security")
 
@@ -18,6 +23,7 @@ def secure(
     renew_certificates: bool = False,
     renew_passwords: bool = False,
     apply: bool = False,
+    withdraw: bool = False,
     dry_run: bool = False,
     yes: bool = False,
 ) -> int:
@@ -34,6 +40,7 @@ def secure(
         renew_certificates: Make brokers' certificates anew.
         renew_passwords: Make the run's passwords anew.
         apply: Bring the run's users and rights onto the cluster, as the folder's super user or as broker.username.
+        withdraw: Take them off the cluster and out of the folder instead, when the run is deleted.
         dry_run: Show what would change on the cluster and change nothing there.
         yes: Don't ask.
     """
@@ -41,9 +48,15 @@ def secure(
 
     from relax_events.config import load_run_config
     from relax_events.control.security import Renewal, make_folder
+    from relax_events.errors import ConfigError
 
     settings = load_run_config(config, overrides)
     folder = (out or settings.broker.credentials or DEFAULT_FOLDER).absolute()
+    overrides = (*overrides, f"broker.credentials={folder}")
+    if withdraw:
+        if apply or renew_certificates or renew_passwords or hosts:
+            raise ConfigError("--withdraw takes what is there away; give it without --apply, --hosts, --renew-certificates and --renew-passwords")
+        return _withdraw(config, overrides, dry_run=dry_run, yes=yes)
     renewal = Renewal(certificates=renew_certificates, passwords=renew_passwords)
     if not dry_run:
         for file in make_folder(settings, folder, hosts=hosts or (), lifetime=timedelta(days=days), renewal=renewal):
@@ -51,31 +64,57 @@ def secure(
     if not apply:
         print(f"made in {folder}; set broker.credentials to it, and bring it onto a cluster with --apply", file=sys.stderr)
         return 0
-    return _apply(config, (*overrides, f"broker.credentials={folder}"), dry_run=dry_run, yes=yes)
+    return _apply(config, overrides, dry_run=dry_run, yes=yes)
 
 
 def _apply(config: Path, overrides: tuple[str, ...], *, dry_run: bool, yes: bool) -> int:
-    from relax_events.broker.admin import Admin
-    from relax_events.cli.output import print_table
-    from relax_events.config import load_run_config
-    from relax_events.control.address import ANSWER_SECONDS, locate
-    from relax_events.control.security import admin_connection, apply_security, plan_security
+    from relax_events.control.security import apply_security, plan_security
 
-    settings = locate(load_run_config(config, overrides))
-    connection = admin_connection(settings)
-    Admin(connection).ping(timeout_seconds=min(ANSWER_SECONDS, settings.broker.request_timeout_seconds))
-    changes = plan_security(settings, connection)
-    rows = [["set", user, "password of the folder", ""] for user in changes.users]
-    rows += [["delete", user, "not in the folder", ""] for user in changes.strangers]
-    for change, acls in (("allow", changes.missing), ("withdraw", changes.surplus)):
-        rows += [[change, acl.username, acl.operation, f"{acl.resource} {acl.name}{'*' if acl.pattern == 'prefixed' else ''}"] for acl in acls]
-    print_table(["change", "user", "what", "on"], rows)
+    settings, connection = _reach(config, overrides)
+    _show(plan_security(settings, connection))
     if dry_run:
         return 0
     if not yes and input("apply these changes? [y/N] ").strip().lower() not in ("y", "yes"):
         return 6
     apply_security(settings, connection)
     return 0
+
+
+def _withdraw(config: Path, overrides: tuple[str, ...], *, dry_run: bool, yes: bool) -> int:
+    from relax_events.control.security import plan_withdrawal, withdraw_security
+
+    settings, connection = _reach(config, overrides)
+    _show(plan_withdrawal(settings, connection))
+    if dry_run:
+        return 0
+    if not yes and input(f"take these, and the secrets of run {settings.run.id}, away? [y/N] ").strip().lower() not in ("y", "yes"):
+        return 6
+    for file in withdraw_security(settings, connection):
+        print(f"deleted {file}", file=sys.stderr)
+    return 0
+
+
+def _reach(config: Path, overrides: tuple[str, ...]) -> tuple[RunConfig, Connection]:
+    """Return the run's settings and the connection of whoever may change users, once a broker has answered it."""
+    from relax_events.broker.admin import Admin
+    from relax_events.config import load_run_config
+    from relax_events.control.address import ANSWER_SECONDS, locate
+    from relax_events.control.security import admin_connection
+
+    settings = locate(load_run_config(config, overrides))
+    connection = admin_connection(settings)
+    Admin(connection).ping(timeout_seconds=min(ANSWER_SECONDS, settings.broker.request_timeout_seconds))
+    return settings, connection
+
+
+def _show(changes: SecurityChanges) -> None:
+    from relax_events.cli.output import print_table
+
+    rows = [["set", user, "password of the folder", ""] for user in changes.users]
+    rows += [["delete", user, "not wanted", ""] for user in changes.strangers]
+    for change, acls in (("allow", changes.missing), ("withdraw", changes.surplus)):
+        rows += [[change, acl.username, acl.operation, f"{acl.resource} {acl.name}{'*' if acl.pattern == 'prefixed' else ''}"] for acl in acls]
+    print_table(["change", "user", "what", "on"], rows)
 
 
 def quota(

@@ -11,6 +11,7 @@ import orjson
 
 from relax_events.broker.connection import Connection
 from relax_events.broker.credentials import environment_of
+from relax_events.broker.quotas import QuotaEntity, write_quotas
 from relax_events.broker.security.folder import ADMIN, LOCAL, SecurityFolder, read_secret, write_private
 from relax_events.broker.security.principals import PrincipalAdmin, SecurityChanges
 from relax_events.broker.security.settings import admin_security, broker_security
@@ -137,6 +138,20 @@ def plan_security(config: RunConfig, connection: Connection) -> SecurityChanges:
     """Return what `apply_security` would change."""
     prefix, folder = prefix_of(config.run.id), security_folder(config)
     return PrincipalAdmin(connection).changes(prefix, rights_of(config), folder.usernames(config.run.id))
+
+
+def plan_withdrawal(config: RunConfig, connection: Connection) -> SecurityChanges:
+    """Return what `withdraw_security` would take off the cluster: all users and rights of the run."""
+    return PrincipalAdmin(connection).changes(prefix_of(config.run.id), [], [])
+
+
+def withdraw_security(config: RunConfig, connection: Connection) -> list[Path]:
+    """Take the run's quotas, users and rights off the brokers, then its files out of the folder; return the files that are gone."""
+    changes = plan_withdrawal(config, connection)
+    write_quotas(connection, [QuotaEntity("user", user) for user in changes.strangers], bytes_per_second=None)
+    nobody: dict[str, str] = {}
+    PrincipalAdmin(connection).apply(changes, password_of=nobody.__getitem__)
+    return security_folder(config).forget(config.run.id)
 
 
 def apply_security(config: RunConfig, connection: Connection) -> SecurityChanges:

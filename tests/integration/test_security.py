@@ -362,6 +362,36 @@ def test_renewed_password_holds_and_the_old_one_does_not(neighbour: SecuredRun, 
         Admin(late.as_("reader")).ping(timeout_seconds=IMPATIENT_SECONDS)
 
 
+def test_withdrawn_run_is_let_in_no_more_and_the_others_stay(
+    broker: EmbeddedBroker, folder: Path, mine: SecuredRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leaving, run_file = secured_run("leaving", broker, folder), tmp_path / "run.json"
+    run_file.write_text(leaving.config.model_dump_json())
+    connection, entity = leaving.as_("reader"), QuotaEntity("user", "relax.leaving.trainer")
+    assert quota(run_file, bytes_per_second=5e6, yes=True) == 0
+    assert secure(run_file, out=folder, withdraw=True, dry_run=True) == 0
+    assert Admin(connection).ping(timeout_seconds=PATIENCE_SECONDS) == 1
+    capsys.readouterr()
+    assert secure(run_file, out=folder, withdraw=True, yes=True) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"delete +relax.leaving.trainer", shown)
+    assert re.search(r"withdraw +relax.leaving.reader +read +topic relax.leaving.\*", shown)
+    with pytest.raises(AccessDenied, match="was not let in"):
+        Admin(connection).ping(timeout_seconds=IMPATIENT_SECONDS)
+    assert read_quotas(admin_connection(leaving.config), [entity]) == {}
+    assert SecurityFolder(folder).usernames("leaving") == []
+    assert not list(folder.rglob("*leaving*"))
+    assert plan_security(mine.config, admin_connection(mine.config)).missing == []
+    assert Admin(mine.as_("reader")).ping(timeout_seconds=PATIENCE_SECONDS) == 1
+
+
+def test_withdrawing_is_refused_together_with_what_it_undoes(mine: SecuredRun, tmp_path: Path) -> None:
+    run_file = tmp_path / "run.json"
+    run_file.write_text(mine.config.model_dump_json())
+    with pytest.raises(ConfigError, match=r"--withdraw takes what is there away; give it without --apply"):
+        secure(run_file, out=credentials(mine), withdraw=True, apply=True)
+
+
 def password_in(run: SecuredRun) -> Callable[[str], str]:
     return lambda user: SecurityFolder(credentials(run)).password_file(user).read_text()
 

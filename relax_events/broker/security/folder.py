@@ -91,6 +91,15 @@ class SecurityFolder:
         write_private(file, secrets.token_urlsafe(PASSWORD_BYTES).encode())
         return True
 
+    def forget(self, run_id: str) -> list[Path]:
+        """Delete the files of a run, which are of no use once the cluster has forgotten its users; return them."""
+        users = self.usernames(run_id)
+        files = [*map(self.environment_file, users), self.acl_file(run_id), *map(self.password_file, users)]
+        there = [file for file in files if file.exists()]
+        for file in there:
+            file.unlink()
+        return there
+
 
 def write_private(file: Path, content: bytes, *, mode: int = OWNER_ONLY) -> None:
     """Write a file that only its owner may read, whole or not at all."""
