@@ -1,4 +1,41 @@
-"""What is left of a run to look at: `report.json` for programs, `report.html` for people, in the run's directory."""
+"""What is left of a run to look at: `report.json` for programs, `report.html` for people, in the run's directory.
+
+The figures; one that nothing is known of, or that is not finite, is None:
+
+run_id, succeeded, reason, num_steps: Which run, whether it reached its goal of `num_steps` train steps, and why it ended.
+ended_at: When this invocation ended, ISO 8601, UTC.
+wall_seconds: How long this invocation took; a run that was taken up again had others before.
+steps: Distinct committed train steps over the run's whole life.
+policy_version: Newest published version; -1 before the first.
+reward_first, reward_last: Mean reward over the samples of the first and of the newest train step.
+reward_first_10, reward_last_10: Mean of the mean rewards of the first and of the newest 10 steps, or of as many as there are.
+tokens_trained: Tokens of all trained samples, prompt and completion.
+tokens_per_second, samples_per_second: Those trained per second of `train_seconds`, over the steps of this invocation (of the whole
+    run if this invocation committed none).
+train_seconds: The sum of `curves.step_seconds` of the same steps.
+outcomes: Prompt groups: `issued` in all, how they ended (`trained`, `filtered`, `expired`, `failed`), and those `in_flight`.
+samples_rolled_out, samples_trained: Distinct samples that were generated, and that were trained.
+samples_foreign, records_unreadable: What strangers wrote into the run's topics: samples of prompt groups that were never issued, and
+    records that are no event.
+samples_lost: Samples that were generated for a prompt group that ended as trained, but that no step trained.
+samples_trained_twice: Samples that more than one step, or one step more than once, trained.
+rollouts_regenerated: Samples that were generated again after the first time, for example after a worker died.
+staleness_mean, staleness_max, staleness_counts: Policy versions between a sample's oldest token and the step that trained it, over
+    all trained samples; `staleness_counts[k]` samples were k versions behind. `max_staleness` is the bound.
+phase_seconds: Trainer's seconds by phase (rank 0), summed over all steps.
+curves: Lists with one entry per step in order: `train_step`, every figure of the step (as the trainer committed it, floats exact),
+    `staleness_max`, `step_seconds` (from the commit before to this one; of the first step of the run and of this invocation the sum
+    of its phases) and `tokens_per_second`. `curves.phase_seconds` holds such a list for each phase.
+source: Of a run that goes back to another: its `run_id`, the `from_version`, and its `curves` at the same train steps, None where it
+    has none. None for a run of its own.
+prompts_passed_over: Rows of the prompt stream that were not issued, by reason.
+evaluations: One for each version and dataset, oldest version first, as `PolicyEvaluated` has it, less the digests.
+weights_digests: SHA-256 of the weights that each step published, hexadecimal.
+ledger_problems: Broken promises that the ledger found; none is the proof.
+config, config_digest: The run file as resolved, less the raw client settings; SHA-256 of it without the broker's address, so that
+    equal digests mean equal runs.
+machine: Where this was written: cores, memory_bytes, python, platform.
+"""
 
 from __future__ import annotations
 
@@ -67,51 +104,17 @@ def build_report(
     ended_at: int,
     source: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Gather the figures of a run. A figure that nothing is known of, or that is not finite, is None.
-
-    run_id, succeeded, reason, num_steps: Which run, whether it reached its goal of `num_steps` train steps, and why it ended.
-    ended_at: When this invocation ended, ISO 8601, UTC.
-    wall_seconds: How long this invocation took; a run that was taken up again had others before.
-    steps: Distinct committed train steps over the run's whole life.
-    policy_version: Newest published version; -1 before the first.
-    reward_first, reward_last: Mean reward over the samples of the first and of the newest train step.
-    reward_first_10, reward_last_10: Mean of the mean rewards of the first and of the newest 10 steps, or of as many as there are.
-    tokens_trained: Tokens of all trained samples, prompt and completion.
-    tokens_per_second, samples_per_second: Those trained per second of `train_seconds`, over the steps of this invocation (of the whole
-        run if this invocation committed none).
-    train_seconds: The sum of `curves.step_seconds` of the same steps.
-    outcomes: Prompt groups: `issued` in all, how they ended (`trained`, `filtered`, `expired`, `failed`), and those `in_flight`.
-    samples_rolled_out, samples_trained: Distinct samples that were generated, and that were trained.
-    samples_foreign, records_unreadable: What strangers wrote into the run's topics: samples of prompt groups that were never issued, and
-        records that are no event.
-    samples_lost: Samples that were generated for a prompt group that ended as trained, but that no step trained.
-    samples_trained_twice: Samples that more than one step, or one step more than once, trained.
-    rollouts_regenerated: Samples that were generated again after the first time, for example after a worker died.
-    staleness_mean, staleness_max, staleness_counts: Policy versions between a sample's oldest token and the step that trained it, over
-        all trained samples; `staleness_counts[k]` samples were k versions behind. `max_staleness` is the bound.
-    phase_seconds: Trainer's seconds by phase (rank 0), summed over all steps.
-    curves: Lists with one entry per step in order: `train_step`, every figure of the step (as the trainer committed it, floats exact),
-        `staleness_max`, `step_seconds` (from the commit before to this one; of the first step of the run and of this invocation the sum
-        of its phases) and `tokens_per_second`. `curves.phase_seconds` holds such a list for each phase.
-    source: Of a run that goes back to another: its `run_id`, the `from_version`, and its `curves` at the same train steps, None where it
-        has none. None for a run of its own.
-    prompts_passed_over: Rows of the prompt stream that were not issued, by reason.
-    evaluations: One for each version and dataset, oldest version first, as `PolicyEvaluated` has it, less the digests.
-    weights_digests: SHA-256 of the weights that each step published, hexadecimal.
-    ledger_problems: Broken promises that the ledger found; none is the proof.
-    config, config_digest: The run file as resolved, less the raw client settings; SHA-256 of it without the broker's address, so that
-        equal digests mean equal runs.
-    machine: Where this was written: cores, memory_bytes, python, platform.
+    """Gather the figures of a run, as the module's docstring names them.
 
     Args:
         config: The run.
         state: What the control log has said.
         ledger: The books.
-        wall_seconds: See above.
-        succeeded: See above.
-        reason: See above.
+        wall_seconds: See the module's docstring, as for `succeeded` and `reason`.
+        succeeded: Whether the run's goal was reached.
+        reason: Why it ended.
         ended_at: Microseconds since the epoch.
-        source: See above.
+        source: Curves of the run that this one goes back to.
     """
     steps = state.steps
     started_at = ended_at - int(wall_seconds * MICROS)
