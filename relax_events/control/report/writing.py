@@ -75,7 +75,7 @@ def write_report(
 ) -> dict[str, Any]:
     """Write `report.json` and `report.html` into the run's directory and return what the first holds.
 
-    Each file appears whole or not at all, and an earlier report of the run is replaced. See `build_report` for the figures.
+    Each file appears whole or not at all, and an earlier report of the run is replaced. The module's docstring names the figures.
 
     Args:
         config: The run, as it was started.
@@ -159,7 +159,7 @@ def evaluation_rows(evaluations: Iterable[PolicyEvaluated]) -> list[dict[str, An
 
 
 def step_curves(steps: Sequence[TrainStepCommitted], *, started_at: int) -> dict[str, Any]:
-    """Return the run's curves, one entry per step; see `build_report`."""
+    """Return the run's curves, one entry per step; see the module's docstring."""
     names = list(dict.fromkeys(["reward_mean", *(name for step in steps for name in step.figures)]))
     phases = list(dict.fromkeys(phase for step in steps for phase in step.phase_seconds))
     seconds = step_seconds(steps, started_at=started_at)
@@ -174,7 +174,7 @@ def step_curves(steps: Sequence[TrainStepCommitted], *, started_at: int) -> dict
 
 
 def step_seconds(steps: Sequence[TrainStepCommitted], *, started_at: int) -> list[float]:
-    """Return the seconds of each step, without the pause before this invocation took the run up; see `build_report`."""
+    """Return the seconds of each step, without the pause before this invocation took the run up; see the module's docstring."""
     seconds = []
     previous: int | None = None
     for step in steps:
@@ -186,7 +186,7 @@ def step_seconds(steps: Sequence[TrainStepCommitted], *, started_at: int) -> lis
 
 
 def throughput(steps: Sequence[TrainStepCommitted], curves: Mapping[str, Any], *, started_at: int) -> dict[str, float | None]:
-    """Return tokens in all, and rates over this invocation; see `build_report`."""
+    """Return tokens in all, and rates over this invocation; see the module's docstring."""
     mine = [place for place, step in enumerate(steps) if step.committed_at >= started_at] or list(range(len(steps)))
     tokens = [step.figures.get("num_tokens", 0.0) for step in steps]
     seconds = math.fsum(curves["step_seconds"][place] for place in mine)
