@@ -1,4 +1,4 @@
-"""Calls `relax` as a shell does, and reads what a run leaves."""
+"""Calls `relax` as a shell does, writes the run file of a small run, and reads what a run leaves."""
 
 from __future__ import annotations
 
@@ -35,6 +35,14 @@ class FinishedRun:
 Relax = Callable[..., Finished]
 PROMPTS = [f"spell {word} backwards" for word in ("tea", "milk", "juice", "water", "coffee", "lemon", "cocoa", "cider")]
 
+# Spread over many values, so that nearly every prompt group of a random model has something to learn from, and the same wherever it is computed.
+SPREAD_REWARD = """
+import zlib
+
+def spread(completion, *, answer, metadata, prompt):
+    return zlib.crc32(completion.encode()) % 1000 / 1000
+"""
+
 
 def call_relax(*arguments: str | Path, cwd: Path, timeout_seconds: float = 60.0) -> Finished:
     """Run `relax` in a folder, as a shell would."""
@@ -60,3 +68,32 @@ def log_of(folder: Path, run_id: str, worker_id: str) -> list[dict[str, Any]]:
     """Read the log events of one of its workers."""
     lines = (folder / ".relax/runs" / run_id / "logs" / f"{worker_id}.log").read_text().splitlines()
     return [orjson.loads(line) for line in lines if line.startswith("{")]
+
+
+def run_file_text(prepared: Path, run_id: str, *, more: str = "") -> str:
+    """Return a run file of three steps of four prompt groups of four samples; `more` goes into its table `run`."""
+    return f"""
+[run]
+id = "{run_id}"
+num_steps = 3
+groups_per_step = 4
+samples_per_prompt = 4
+{more}
+
+[model]
+path = "{prepared / "model"}"
+
+[data]
+source = "jsonl:{prepared / "prompts.jsonl"}"
+
+[engine]
+max_context_tokens = 96
+max_running_samples = 16
+sampling = {{ max_new_tokens = 6 }}
+
+[reward]
+function = "{prepared / "reward.py"}:spread"
+
+[workers]
+beat_seconds = 0.2
+"""

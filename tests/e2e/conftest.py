@@ -6,17 +6,9 @@ import uuid
 from pathlib import Path
 
 import pytest
-from command_line import PROMPTS, Finished, FinishedRun, Relax, call_relax, write_rows
+from command_line import PROMPTS, SPREAD_REWARD, Finished, FinishedRun, Relax, call_relax, run_file_text, write_rows
 
 from relax_events.config import load_run_config
-
-# Spread over many values, so that nearly every prompt group of a random model has something to learn from, and the same wherever it is computed.
-SPREAD_REWARD = """
-import zlib
-
-def spread(completion, *, answer, metadata, prompt):
-    return zlib.crc32(completion.encode()) % 1000 / 1000
-"""
 
 
 @pytest.fixture
@@ -56,35 +48,6 @@ def run_file(tmp_path: Path, prepared: Path, run_id: str) -> Path:
     path = tmp_path / "run.toml"
     path.write_text(run_file_text(prepared, run_id))
     return path
-
-
-def run_file_text(prepared: Path, run_id: str, *, more: str = "") -> str:
-    """Return a run file of three steps of four prompt groups of four samples; `more` goes into its table `run`."""
-    return f"""
-[run]
-id = "{run_id}"
-num_steps = 3
-groups_per_step = 4
-samples_per_prompt = 4
-{more}
-
-[model]
-path = "{prepared / "model"}"
-
-[data]
-source = "jsonl:{prepared / "prompts.jsonl"}"
-
-[engine]
-max_context_tokens = 96
-max_running_samples = 16
-sampling = {{ max_new_tokens = 6 }}
-
-[reward]
-function = "{prepared / "reward.py"}:spread"
-
-[workers]
-beat_seconds = 0.2
-"""
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,7 @@ from typing import Any
 
 import orjson
 import pytest
-from command_line import FinishedRun, Relax, call_relax
-from conftest import run_file_text
+from command_line import FinishedRun, Relax, call_relax, run_file_text
 
 from relax_events.algorithms.describing import installed_algorithms
 from relax_events.config import load_run_config

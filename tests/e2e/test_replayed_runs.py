@@ -11,8 +11,7 @@ from typing import Any
 
 import orjson
 import pytest
-from command_line import FinishedRun, Relax
-from conftest import SPREAD_REWARD
+from command_line import SPREAD_REWARD, FinishedRun, Relax
 
 from relax_events.broker.connection import Connection
 from relax_events.control.runs.reading import read_runs
