@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from relax_events.cli.consent import agreed
+
 if TYPE_CHECKING:
     from relax_events.broker.connection import Connection
     from relax_events.broker.security.principals import SecurityChanges
@@ -74,7 +76,7 @@ def _apply(config: Path, overrides: tuple[str, ...], *, dry_run: bool, yes: bool
     _show(plan_security(settings, connection))
     if dry_run:
         return 0
-    if not yes and input("apply these changes? [y/N] ").strip().lower() not in ("y", "yes"):
+    if not agreed("apply these changes?", yes=yes):
         return 6
     apply_security(settings, connection)
     return 0
@@ -87,7 +89,7 @@ def _withdraw(config: Path, overrides: tuple[str, ...], *, dry_run: bool, yes: b
     _show(plan_withdrawal(settings, connection))
     if dry_run:
         return 0
-    if not yes and input(f"take these, and the secrets of run {settings.run.id}, away? [y/N] ").strip().lower() not in ("y", "yes"):
+    if not agreed(f"take these, and the secrets of run {settings.run.id}, away?", yes=yes):
         return 6
     for file in withdraw_security(settings, connection):
         print(f"deleted {file}", file=sys.stderr)
@@ -160,7 +162,7 @@ def quota(
         print_table(list(rows[0]), [["none" if value is None else value for value in row.values()] for row in rows])
     if not is_change or dry_run:
         return 0
-    if not yes and input("set these quotas? [y/N] ").strip().lower() not in ("y", "yes"):
+    if not agreed("set these quotas?", yes=yes):
         return 6
     write_quotas(connection, entities, bytes_per_second=bytes_per_second)
     return 0

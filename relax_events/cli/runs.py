@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
+from relax_events.cli.consent import agreed
+
 if TYPE_CHECKING:
     from relax_events.broker.connection import Connection
     from relax_events.control.cluster import Cluster
@@ -152,7 +154,7 @@ def delete(
         refuse_deletion(read_run(connection, run_id), read_runs(connection, with_progress=False).values())
     if dry_run:
         return 0
-    if not yes and input(f"delete all this of run {run_id}? [y/N] ").strip().lower() not in ("y", "yes"):
+    if not agreed(f"delete all this of run {run_id}?", yes=yes):
         return 6
     delete_run(connection, deletion)
     return 0

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts import App
 
+from relax_events.cli.consent import agreed
+
 if TYPE_CHECKING:
     from relax_events.events.compatibility import Incompatibility
     from relax_events.events.schemas import Schema
@@ -107,7 +109,7 @@ def add_release(version: str, *, directory: Path | None = None, dry_run: bool = 
     print(f"{len(release.schemas)} events will be released as {version} in {folder}", file=sys.stderr)
     if dry_run:
         return 0
-    if not yes and input("write this release? [y/N] ").strip().lower() not in ("y", "yes"):
+    if not agreed("write this release?", yes=yes):
         return 6
     print(write_release(folder, release))
     return 0

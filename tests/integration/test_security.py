@@ -321,7 +321,7 @@ def test_commands_show_what_they_would_do_and_ask_before_they_do_it(
     run_file, folder = tmp_path / "run.json", credentials(neighbour)
     run_file.write_text(neighbour.config.model_dump_json())
     entity = QuotaEntity("user", "relax.neighbour.metrics")
-    monkeypatch.setattr("builtins.input", lambda _: "n")
+    monkeypatch.setattr("builtins.input", lambda *_: "n")
     assert secure(run_file, out=folder, apply=True) == 6
     assert secure(run_file, out=folder, apply=True, yes=True) == 0
     assert quota(run_file, bytes_per_second=5e6) == 6
