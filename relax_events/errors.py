@@ -7,6 +7,7 @@ RelaxError                      exit with its `exit_code`; the text names the th
 │   ├── BrokerUnavailable       retry until the deadline, then exit 3
 │   ├── BrokerRefused           exit 4: policy, or a request that the broker will never accept
 │   │   └── AccessDenied        exit 4: the broker does not let us in, or we have no right to what we asked for
+│   ├── ClientFailed            exit 3: a client of ours does nothing any more; the worker that starts next has a new one
 │   └── Fenced                  exit 7: another instance took over this role; stop at once, write nothing
 ├── SchemaError                 exit 5: writer and reader do not understand each other
 ├── CorruptRecord               dead-letter the record and go on
@@ -55,6 +56,10 @@ class BrokerRefused(BrokerError):
 
 class AccessDenied(BrokerRefused):
     """The broker does not let this principal in, or not do this."""
+
+
+class ClientFailed(BrokerError):
+    """A client met what it can't go on from; only a new one can, and the worker that starts next has one."""
 
 
 class Fenced(BrokerError):

@@ -15,7 +15,7 @@ from confluent_kafka import KafkaError, KafkaException
 from relax_events.broker.credentials import client_settings
 from relax_events.broker.refusals import USER_REMEDY, Refusals, refusal_error
 from relax_events.config import BrokerConfig
-from relax_events.errors import AccessDenied, BrokerError, BrokerRefused, BrokerUnavailable, Fenced
+from relax_events.errors import AccessDenied, BrokerError, BrokerRefused, BrokerUnavailable, ClientFailed, Fenced
 
 log = structlog.get_logger()
 
@@ -67,7 +67,7 @@ REMEDIES = {
     ),
 }
 QUIET_SECONDS = 10.0  # attempts come about every second
-CALLBACKS = {"error_cb", "on_commit"}
+CALLBACKS = {"error_cb", "on_commit", "stats_cb"}
 
 
 def error_of(exception: KafkaException) -> KafkaError:
@@ -81,6 +81,8 @@ def translate(error: KafkaError, what: str) -> BrokerError:
     text = f"{what}: {error.name()} {error.str()}"
     if error.code() in FENCED:
         return Fenced(f"{text}; another instance of this role took over")
+    if error.fatal() or error.code() == KafkaError._FATAL:
+        return ClientFailed(text)
     if error.code() in REFUSED:
         return AccessDenied(f"{text}; {REMEDIES[error.code()]}") if error.code() in REMEDIES else BrokerRefused(text)
     if error.code() in UNAVAILABLE or error.retriable():

@@ -13,8 +13,9 @@ from relax_events.broker.connection import Connection, error_of
 from relax_events.broker.damage import damage_error
 from relax_events.broker.deadline import Deadline
 from relax_events.broker.fetching import HAND_OVER_SECONDS, LEADER_CHANGE_SECONDS, READER_SETTINGS, Fetching, Place, is_end, place_of, record_of
+from relax_events.broker.heartbeats import STATISTICS_SECONDS, HeartbeatWatch
 from relax_events.broker.records import Record, logged
-from relax_events.errors import BrokerError, BrokerUnavailable
+from relax_events.errors import BrokerError, BrokerUnavailable, ClientFailed
 from relax_events.events.container import LoggedRecord
 from relax_events.events.types import TopicOffset
 
@@ -42,23 +43,32 @@ class GroupConsumer(Fetching):
         on_assigned: Callable[[list[TopicOffset]], None] = lambda _: None,
         on_revoked: OnRevoked = lambda _offsets, _deadline: None,
     ) -> None:
+        self._heartbeats = HeartbeatWatch()
         settings = connection.settings(
             group_id=consumer_group,
             group_protocol="consumer",
             group_remote_assignor="range",
             socket_timeout_ms=int(HAND_OVER_SECONDS * 1000),
             on_commit=_report_commit,
+            statistics_interval_ms=int(STATISTICS_SECONDS * 1000),
+            stats_cb=self._heartbeats.note,
             **READER_SETTINGS,
         )
         super().__init__(Consumer(settings), connection)
         self._on_assigned, self._on_revoked = on_assigned, on_revoked
-        self._is_leaving = False
+        self._consumer_group, self._is_leaving = consumer_group, False
         self.positions: dict[tuple[str, int], int] = {}
         self._consumer.subscribe(list(topics), on_assign=self._assign, on_revoke=self._revoke, on_lost=self._lose)
 
     def fetch(self, max_records: int = 500, *, timeout_seconds: float) -> list[Record]:
-        """See `Fetching.fetch`; also takes part in rebalances."""
+        """See `Fetching.fetch`; also takes part in rebalances.
+
+        Raises:
+            ClientFailed: The client does nothing any more; only a new one can go on.
+        """
         records = super().fetch(max_records, timeout_seconds=timeout_seconds)
+        if self._heartbeats.is_silent:
+            raise ClientFailed(f"this client's heartbeats for {self._consumer_group} have stopped; the worker must start again to go on")
         held = [record for record in records if (record.topic, record.partition) in self.positions]
         for record in held:
             self.positions[record.topic, record.partition] = record.offset + 1

@@ -21,7 +21,7 @@ from relax_events.broker.connection import Connection, error_of, translate
 from relax_events.broker.consumer import GroupConsumer
 from relax_events.broker.deadline import Deadline
 from relax_events.broker.records import Record
-from relax_events.errors import AccessDenied, BrokerError
+from relax_events.errors import AccessDenied, BrokerError, ClientFailed
 from relax_events.events.types import TopicOffset
 
 log = structlog.get_logger()
@@ -225,7 +225,7 @@ class GroupLeases:
                 self._turn()
             except BrokerError as error:
                 log.warning("lease.disturbed", error=str(error))
-                if isinstance(error, AccessDenied):
+                if isinstance(error, AccessDenied | ClientFailed):
                     self._connection.refusals.deny(error)
                 self._closing.wait(POLL_SECONDS)
         self._commit(wait=Deadline(POLL_SECONDS * 5))

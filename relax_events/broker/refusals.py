@@ -11,7 +11,7 @@ from typing import Any
 
 from confluent_kafka import KafkaError
 
-from relax_events.errors import AccessDenied
+from relax_events.errors import AccessDenied, BrokerError
 
 PROBE_SECONDS = 3.0
 USER_REMEDY = (
@@ -27,14 +27,14 @@ CERTIFICATE_REMEDY = (
 class Refusals:
     """What the clients of one connection were refused for since they last got through. Safe to use from several threads.
 
-    A thread that works in the background and is denied what it needs leaves the error here, and `check` raises it where it is heard.
+    A thread that works in the background and can't go on leaves the error here, and `check` raises it where it is heard.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._latest: KafkaError | None = None
         self._since = 0.0
-        self._denied: AccessDenied | None = None
+        self._denied: BrokerError | None = None
 
     def note(self, error: KafkaError) -> None:
         """Take in a background error of a client."""
@@ -50,15 +50,16 @@ class Refusals:
         with self._lock:
             self._latest = None
 
-    def deny(self, error: AccessDenied) -> None:
-        """Leave the error of a background thread."""
+    def deny(self, error: BrokerError) -> None:
+        """Leave the error that ended the work of a background thread."""
         self._denied = error
 
     def check(self) -> None:
-        """Raise what a background thread was denied.
+        """Raise what ended the work of a background thread.
 
         Raises:
-            AccessDenied: One was.
+            AccessDenied: It was denied what it needs.
+            ClientFailed: Its client does nothing any more.
         """
         if self._denied is not None:
             raise self._denied

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
+import pytest
 from broker_steps import fetch_until, fill, next_line, other_process, turn_until
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
+from relax_events.broker import consumer as consumers
 from relax_events.broker.admin import Admin
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import GroupConsumer
 from relax_events.broker.deadline import Deadline
+from relax_events.broker.heartbeats import HeartbeatWatch
 from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord
+from relax_events.errors import ClientFailed
 from relax_events.events.types import TopicOffset
 
 MakeTopic = Callable[..., str]
@@ -51,6 +56,36 @@ def test_member_reads_all_records_in_order_when_it_is_alone(
     assert (second.offset, second.key, second.headers, second.policy_version) == (1, "", {}, None)
     assert first.place == f"{topic}[0]@0"
     assert consumer.positions == {(topic, 0): 2}
+    consumer.close()
+
+
+def test_heartbeats_show_in_the_clients_statistics_however_idle_the_member(
+    connection: Connection, make_topic: MakeTopic, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[tuple[int, float]] = []
+
+    class Seen(HeartbeatWatch):
+        def note(self, statistics: str) -> None:
+            super().note(statistics)
+            noted.append((self._num_heartbeats, self._silent_seconds))
+
+    monkeypatch.setattr(consumers, "HeartbeatWatch", Seen)
+    consumer = GroupConsumer(connection, consumer_group=make_group("reward"), topics=[make_topic("work")])
+    turn_until(lambda: len(noted) >= 4, lambda: consumer.fetch(timeout_seconds=0.2))
+    consumer.close()
+    first, *_, last = [count for count, _ in noted if count]
+    assert last - first >= 6  # one each 0.5 s or more often, over four seconds or six
+    assert all(silent == 0.0 for _, silent in noted)
+
+
+def test_member_whose_heartbeats_have_stopped_ends_its_worker(
+    connection: Connection, make_topic: MakeTopic, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HeartbeatWatch, "is_silent", True)
+    group = make_group("reward")
+    consumer = GroupConsumer(connection, consumer_group=group, topics=[make_topic("work")])
+    with pytest.raises(ClientFailed, match=f"heartbeats for {re.escape(group)} have stopped"):
+        consumer.fetch(timeout_seconds=0.2)
     consumer.close()
 
 

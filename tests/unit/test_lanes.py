@@ -11,8 +11,11 @@ from confluent_kafka import KafkaError, KafkaException
 
 from relax_events.broker import leases
 from relax_events.broker.connection import Connection
-from relax_events.broker.leases import Lease, ShareLeases
+from relax_events.broker.leases import GroupLeases, Lease, ShareLeases
+from relax_events.broker.records import Record
+from relax_events.broker.refusals import Refusals
 from relax_events.config.broker import BrokerConfig
+from relax_events.errors import ClientFailed
 
 FATAL = KafkaError(KafkaError._FATAL, "fenced for good", fatal=True)
 
@@ -124,3 +127,28 @@ def test_lane_tries_again_when_it_could_not_join_anew(monkeypatch: pytest.Monkey
     lane.close()
     assert len(taken) == 1  # what came together with the error is delivered again, to a consumer that can acknowledge it
     assert [one.acknowledged for one in consumers.made] == [0, 1]
+
+
+def test_queue_of_a_consumer_group_ends_its_worker_when_its_client_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def __init__(self, *_: object, **__: object) -> None:
+            """Join nothing."""
+
+        def fetch(self, *_: object, **__: object) -> list[Record]:
+            raise ClientFailed("its heartbeats have stopped")
+
+        def commit(self, *_: object, **__: object) -> None:
+            """Nothing to commit."""
+
+        def close(self) -> None:
+            """Nothing to leave."""
+
+    monkeypatch.setattr(leases, "GroupConsumer", Failing)
+    denied = threading.Event()
+    monkeypatch.setattr(Refusals, "deny", lambda self, error, deny=Refusals.deny: (deny(self, error), denied.set()))
+    connection = Connection.of(BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test")
+    source = GroupLeases(connection, group="group", topic="queue", lanes=1, on_lease=lambda lease: None)
+    assert denied.wait(5)
+    with pytest.raises(ClientFailed, match="its heartbeats have stopped"):
+        connection.refusals.check()
+    source.close()
