@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from relax_events.events.types import (
     Command,
@@ -53,7 +53,8 @@ class RunState:
         elif isinstance(event, WorkerBeat):
             self.workers[event.worker_id] = event
         elif isinstance(event, MetricsReported):
-            self.metrics[event.worker_id] = event
+            earlier = self.metrics.get(event.worker_id)
+            self.metrics[event.worker_id] = replace(event, values={**earlier.values, **event.values}) if earlier else event
         elif isinstance(event, RunDescribed):
             self.described = event
         elif isinstance(event, RunCommanded) and event.role is None:
