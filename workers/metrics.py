@@ -61,7 +61,7 @@ class MetricsLoop:
             self._track(figures, event.policy_version, f"evaluation/{event.dataset}")
             return {"dataset": event.dataset, "at": event.evaluated_at, "policy_version": event.policy_version, **figures}
         if isinstance(event, MetricsReported):
-            if event.role == "critic" and "value_loss" in event.values:  # its figures of a train step, which made this version
+            if "value_loss" in event.values:  # the critic's figures of the train step that made this version
                 self._track(event.values, event.policy_version - 1, "critic")
             return {"worker_id": event.worker_id, "at": event.reported_at, "policy_version": event.policy_version, **event.values}
         return None

@@ -170,6 +170,21 @@ def test_critic_begins_as_the_model_that_is_named(tmp_path: Path):
     assert critic()._model.module.weight.shape == (32,)
 
 
+def test_critic_comes_to_know_what_follows_from_the_tokens_before():
+    # What comes is 1 behind an even token and 0 behind an odd one.
+    mine = critic(torch.float32, value_clip=0.0)
+    samples = make_samples(32, seed=7)
+    returns = [np.where(sample.loss_mask, np.roll(np.asarray(sample.tokens) % 2 == 0, 1), 0).astype(np.float32) for sample in samples]
+    for _ in range(60):
+        known = mine.score(samples)
+        mine.accumulate(
+            [changed(sample, values=old, advantages=wanted - old) for sample, old, wanted in zip(samples, known, returns, strict=True)]
+        )
+        figures = mine.step()
+    assert figures.explained_variance > 0.9
+    assert figures.value_loss < 0.02
+
+
 def test_explained_variance_says_how_much_the_values_knew():
     returns = np.array([1.0, 2.0, 3.0, 4.0])
     assert explained_variance(returns + 5, returns=returns) == pytest.approx(1.0)
