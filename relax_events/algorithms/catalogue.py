@@ -174,7 +174,7 @@ PPO = AlgorithmSpec(
         "kl_estimator": "k1",
     },
     reward_kl="token",
-    notes="The critic's own settings stand in `[critic]`. The papers take a KL in the reward, with `kl_coefficient = 0.05`. A sample that was "
+    notes="The critic's own settings stand in `[critic]`. For the KL in the reward the last of these papers takes `kl_coefficient = 0.05`. A sample that was "
     "cut off by its length ends like any other: nothing is put in the place of what might have come.",
 )
 
