@@ -27,19 +27,16 @@ name = "ppo"
 [critic]
 learning_rate = 1e-2
 warmup_steps = 1
-
-[trainer]
-checkpoint_every = 2
 """
 
 
 @pytest.fixture(scope="module")
 def ppo_run(prepared: Path, bootstrap_servers: str, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    """Return a finished run of four steps, strictly on-policy."""
+    """Return a finished run of three steps, strictly on-policy."""
     folder = tmp_path_factory.mktemp("ppo")
     run_file = folder / "run.toml"
     more = f'directory = "{folder / ".relax"}"\nmode = "sync"\nmax_staleness = 0'
-    text = run_file_text(prepared, f"t-{uuid.uuid4().hex[:12]}", more=more).replace("num_steps = 3", "num_steps = 4")
+    text = run_file_text(prepared, f"t-{uuid.uuid4().hex[:12]}", more=more)
     run_file.write_text(f'{text}{PPO}\n[broker]\nbootstrap_servers = "{bootstrap_servers}"\n')
     ended = call_relax("run", run_file, cwd=folder, timeout_seconds=200)
     assert ended.code == 0, ended.err
@@ -61,20 +58,20 @@ def test_critic_has_learned_as_long_as_the_policy_that_it_judges(ppo_run: Finish
     assert report["succeeded"]
     assert (report["samples_lost"], report["samples_trained_twice"], report["ledger_problems"]) == (0, 0, [])
     evaluated = [event for event in events(ppo_run, "critic.values") if isinstance(event, SampleEvaluated)]
-    assert len(evaluated) == 4 * 16
+    assert len(evaluated) == 3 * 16
     assert {(event.evaluator, event.policy_version - event.evaluator_version) for event in evaluated} == {("critic", 0)}
     assert all(np.any(event.values) == (event.policy_version > 0) for event in evaluated)
     learned = [line for line in log_of(folder, run_id, "critic-0") if line["event"] == "critic_step.learned"]
-    assert [line["train_step"] for line in learned][:3] == [0, 1, 2]
+    assert [line["train_step"] for line in learned][:2] == [0, 1]
     assert all(line["critic_version_lag"] == 0 for line in learned)
     lines = [orjson.loads(line) for line in (ppo_run.config.run_directory / "metrics.jsonl").read_bytes().splitlines()]
-    assert {line["policy_version"] for line in lines if "value_loss" in line} >= {1, 2, 3}
+    assert {line["policy_version"] for line in lines if "value_loss" in line} >= {1, 2}
 
 
 def test_advantages_are_those_of_the_recorded_values(ppo_run: FinishedRun) -> None:
     values = {event.sample_id: event.values for event in events(ppo_run, "critic.values") if isinstance(event, SampleEvaluated)}
     ready = [event for event in events(ppo_run, "advantage.samples") if isinstance(event, SampleReady)]
-    assert len(ready) == 4 * 16
+    assert len(ready) == 3 * 16
     for sample in ready:
         mask = np.asarray(sample.loss_mask, bool)
         np.testing.assert_array_equal(np.asarray(sample.values), values[sample.sample_id])
@@ -87,8 +84,8 @@ def test_advantages_are_those_of_the_recorded_values(ppo_run: FinishedRun) -> No
 def test_policy_waits_while_only_the_critic_learns(ppo_run: FinishedRun) -> None:
     report = report_of(ppo_run.run_file.parent, ppo_run.config.run.id)
     rates, digests = report["curves"]["learning_rate"], report["weights_digests"]
-    assert rates == [0.0, 1e-3, 1e-3, 1e-3]
-    assert len(set(digests)) == len(digests) == 4
+    assert rates == [0.0, 1e-3, 1e-3]
+    assert len(set(digests)) == len(digests) == 3
 
 
 @pytest.mark.long
