@@ -177,9 +177,7 @@ def test_critic_comes_to_know_what_follows_from_the_tokens_before():
     returns = [np.where(sample.loss_mask, np.roll(np.asarray(sample.tokens) % 2 == 0, 1), 0).astype(np.float32) for sample in samples]
     for _ in range(60):
         known = mine.score(samples)
-        mine.accumulate(
-            [changed(sample, values=old, advantages=wanted - old) for sample, old, wanted in zip(samples, known, returns, strict=True)]
-        )
+        mine.accumulate([changed(sample, values=old, advantages=wanted - old) for sample, old, wanted in zip(samples, known, returns, strict=True)])
         figures = mine.step()
     assert figures.explained_variance > 0.9
     assert figures.value_loss < 0.02
