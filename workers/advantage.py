@@ -1,6 +1,6 @@
 """The advantage role: joins each prompt group's samples with their scores and log-probabilities, and computes advantages.
 
-Consumes rollout.samples, reward.scores and, as the algorithm needs, reference.logprobs and actor.logprobs; waits for the
+Consumes rollout.samples, reward.scores and, as the algorithm needs, reference.logprobs, actor.logprobs and critic.values; waits for the
 last record of a prompt group; produces SampleReady for each sample, or one PromptGroupEnded, on advantage.samples. The
 input offsets follow the oldest prompt group that is still open.
 """
@@ -41,7 +41,7 @@ from workers.opening import open_worker
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
 DRAIN_COMMIT_SECONDS = 5.0
-EVALUATOR_TOPICS = {"reference": "reference.logprobs", "actor": "actor.logprobs"}
+EVALUATOR_TOPICS = {"reference": "reference.logprobs", "actor": "actor.logprobs", "critic": "critic.values"}
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -51,8 +51,9 @@ def run(config: RunConfig, *, index: int = 0) -> None:
 
 
 def needed_evaluators(config: RunConfig) -> frozenset[str]:
-    """Return whose log-probabilities a sample needs before it can be trained."""
-    wanted = {"reference": config.algorithm.kl_coefficient > 0, "actor": config.algorithm.old_logprobs == "actor"}
+    """Return whose log-probabilities and values a sample needs before it can be trained."""
+    algorithm = config.algorithm
+    wanted = {"reference": algorithm.kl_coefficient > 0, "actor": algorithm.old_logprobs == "actor", "critic": algorithm.needs_critic}
     return frozenset(name for name, needed in wanted.items() if needed)
 
 
@@ -159,6 +160,7 @@ class AdvantageLoop:
                 loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
                 policy_logprobs=_plain(_evaluated(group, sample, "actor") if drawn_by_actor else sample.rollout_logprobs, sample),
                 ref_logprobs=_plain(_evaluated(group, sample, "reference"), sample),
+                values=_plain(_evaluated(group, sample, "critic"), sample),
             )
             for sample in group.ordered_samples()
         ]
@@ -182,6 +184,7 @@ class AdvantageLoop:
             rollout_logprobs=sample.rollout_logprobs,
             actor_logprobs=_evaluated(group, sample, "actor"),
             ref_logprobs=_evaluated(group, sample, "reference"),
+            values=_evaluated(group, sample, "critic"),
             advantages=advantages,
             reward=group.reward_of(sample),
             components=group.scores[sample.sample_id].components,
@@ -232,4 +235,4 @@ def _evaluated(group: JoinedGroup, sample: SampleRolledOut, evaluator: str) -> A
 
 
 def _plain(values: Array | None, sample: SampleRolledOut) -> NDArray[np.generic] | None:
-    return None if values is None else dense(values, what=f"sample {sample.sample_id}: log-probabilities")
+    return None if values is None else dense(values, what=f"sample {sample.sample_id}: what was evaluated")

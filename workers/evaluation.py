@@ -1,4 +1,4 @@
-"""What reference and actor-forward have in common: log-probabilities of given tokens under given weights."""
+"""What reference, actor-forward and critic have in common: numbers for given tokens under given weights."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from relax_events.broker.records import OutRecord
+from relax_events.config import RunConfig
 from relax_events.events.types import SampleEvaluated, SampleRolledOut
 from relax_events.pipeline.worker import Worker
 from relax_events.plugins import TRAINER_BACKENDS, find_plugin
-from relax_events.training.protocol import Scorer, TrainerBackend
+from relax_events.training.protocol import Scorer, TokenScorer, TrainerBackend
 
 UseVersion = Callable[[int], int]
 
 
 class Evaluating:
-    """Turns record batches of samples into log-probabilities, one forward pass for each policy version among them.
+    """Turns record batches of samples into what the scorer gives for them, version by version.
 
     `use_version` is told the samples' version, makes the scorer hold the weights that belong to it, and returns the
     version of those weights.
     """
 
-    def __init__(self, worker: Worker, scorer: Scorer, *, evaluator: str, topic: str, use_version: UseVersion) -> None:
+    def __init__(self, worker: Worker, scorer: TokenScorer, *, evaluator: str, topic: str, use_version: UseVersion) -> None:
         self._worker, self._scorer, self._use_version = worker, scorer, use_version
         self._evaluator, self._topic = evaluator, topic
 
@@ -50,11 +51,16 @@ class Evaluating:
 
 
 def open_scorer(worker: Worker) -> Scorer:
-    """Load the initial model for scoring, with the code of the run's trainer backend.
+    """Load the initial model for scoring, with the code of the run's trainer backend; raises as `backend_of`, or if that can't be done."""
+    return backend_of(worker.config).open_scorer(worker.config)
+
+
+def backend_of(config: RunConfig) -> type[TrainerBackend]:
+    """Return the run's trainer backend.
 
     Raises:
-        ConfigError: No backend of that name is installed, or the model can't be loaded.
+        ConfigError: None of that name is installed.
     """
-    name = worker.config.trainer.backend
+    name = config.trainer.backend
     backend: type[TrainerBackend] = find_plugin(TRAINER_BACKENDS, name, what=f"trainer.backend = {name!r}").load()
-    return backend.open_scorer(worker.config)
+    return backend

@@ -61,6 +61,8 @@ class MetricsLoop:
             self._track(figures, event.policy_version, f"evaluation/{event.dataset}")
             return {"dataset": event.dataset, "at": event.evaluated_at, "policy_version": event.policy_version, **figures}
         if isinstance(event, MetricsReported):
+            if "value_loss" in event.values:  # the critic's figures of the train step that made this version
+                self._track(event.values, event.policy_version - 1, "critic")
             return {"worker_id": event.worker_id, "at": event.reported_at, "policy_version": event.policy_version, **event.values}
         return None
 

@@ -150,6 +150,34 @@ REINFORCE_PLUS_PLUS_BASELINE = AlgorithmSpec(
     settings={"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, "whiten_advantages": "tokens", "kl_estimator": "k2"},
 )
 
+PPO = AlgorithmSpec(
+    name="ppo",
+    summary="A critic says what is to be expected at each token; advantages are what came beyond it, and PPO's ratio is clipped.",
+    formula="d_t = r_t + gamma V_t+1 - V_t,  r_t = -kl_coefficient KL_t, and R besides at the sample's last loss token; V = 0 behind it\n"
+    "A_t = sum over u >= t of (gamma gae_lambda)^(u - t) d_u\nA'_t = (A_t - mean) / (std + 1e-8) over all tokens of the step\n"
+    f"{CLIPPED}, with A'_t\nL = mean over the step's tokens\n"
+    "critic: L_V = mean of max((V - G)^2, (clip(V, Vo - value_clip, Vo + value_clip) - G)^2) / 2,  G_t = A_t + Vo_t, Vo as recorded",
+    source="PPO (arXiv 1707.06347), equations 7 and 11; GAE (arXiv 1506.02438); gamma, gae_lambda, whitening, value clipping: "
+    "the N+ implementation details of RLHF with PPO (arXiv 2403.17031).",
+    advantage="relax_events.algorithms.gae:generalised_advantages",
+    advantage_settings=("gamma", "gae_lambda"),
+    policy_loss=f"{LOSSES}:clipped",
+    loss_settings=CLIP,
+    settings={
+        "gamma": 1.0,
+        "gae_lambda": 0.95,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "dual_clip": 0.0,
+        "whiten_advantages": "tokens",
+        "kl_placement": "reward",
+        "kl_estimator": "k1",
+    },
+    reward_kl="token",
+    notes="The critic's own settings stand in `[critic]`. For the KL in the reward the last of these papers takes `kl_coefficient = 0.05`. A sample that was "
+    "cut off by its length ends like any other: nothing is put in the place of what might have come.",
+)
+
 GDPO = AlgorithmSpec(
     name="gdpo",
     summary="Several rewards: each component is normalised in the prompt group by itself, then they are summed and normalised over the step.",

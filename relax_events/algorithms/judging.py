@@ -13,6 +13,7 @@ from jaxtyping import Float64
 from numpy.typing import NDArray
 
 from relax_events.algorithms.advantages import GroupRewards
+from relax_events.algorithms.gae import GroupValues
 from relax_events.config import AlgorithmConfig
 from relax_events.config.algorithm_spec import resolve
 from relax_events.errors import ConfigError, RewardError
@@ -22,7 +23,10 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardedSample:
-    """What an advantage is computed from. The log-probabilities are needed where the reward is lessened by a KL estimate."""
+    """What an advantage is computed from.
+
+    The log-probabilities are needed where the reward is lessened by a KL estimate, the values where the algorithm has a critic.
+    """
 
     sample_id: str
     reward: float
@@ -30,6 +34,7 @@ class RewardedSample:
     components: Mapping[str, float]
     policy_logprobs: NDArray[np.generic] | None = None
     ref_logprobs: NDArray[np.generic] | None = None
+    values: NDArray[np.generic] | None = None
 
 
 class Judge:
@@ -65,12 +70,40 @@ class Judge:
         if self._spec.reward_kl == "sequence":
             rewards -= np.array([penalty.sum() for penalty in penalties] or 0.0)
             penalties = []
+        if self._algorithm.needs_critic:
+            return self._by_token(samples, masks, rewards, penalties)
         given = self._advantage(GroupRewards(rewards, _components(samples)), **self._algorithm.keywords(self._spec.advantage_settings))
         scalars = _checked(given, num_samples=len(samples), name=self._algorithm.name)
         advantages = [mask.astype(np.float32) * np.float32(scalar) for mask, scalar in zip(masks, scalars, strict=True)]
         for index, penalty in enumerate(penalties):
             returns = scalars[index] - np.cumsum(penalty[::-1])[::-1]
             advantages[index] = np.where(masks[index], returns, 0.0).astype(np.float32)
+        return advantages
+
+    def _by_token(
+        self,
+        samples: Sequence[RewardedSample],
+        masks: Sequence[NDArray[np.bool_]],
+        rewards: Float64[np.ndarray, " samples"],
+        penalties: Sequence[Float64[np.ndarray, " tokens"]],
+    ) -> list[NDArray[np.float32]]:
+        """Lay the loss tokens of the samples into rows, and have the algorithm judge each of them."""
+        shape = len(samples), max(int(mask.sum()) for mask in masks)
+        group = GroupValues(np.zeros(shape), np.zeros(shape))
+        for row, (sample, mask) in enumerate(zip(samples, masks, strict=True)):
+            length = int(mask.sum())
+            group.values[row, :length] = _values(sample)[mask]
+            if penalties:
+                group.rewards[row, :length] = -penalties[row][mask]
+            if length:
+                group.rewards[row, length - 1] += rewards[row]
+        given = np.asarray(self._advantage(group, **self._algorithm.keywords(self._spec.advantage_settings)), np.float64)
+        if given.shape != shape or not np.isfinite(given).all():
+            rule = f"its advantage must give finite numbers of shape {shape}, one for each token"
+            raise ConfigError(f"algorithm {self._algorithm.name}: {rule}, got shape {given.shape}: {given.tolist()!r:.200}")
+        advantages = [np.zeros(len(mask), np.float32) for mask in masks]
+        for judged, mask, row_given in zip(advantages, masks, given, strict=True):
+            judged[mask] = row_given[: int(mask.sum())]
         return advantages
 
     def _rewards(self, samples: Sequence[RewardedSample], masks: Sequence[NDArray[np.bool_]]) -> Float64[np.ndarray, " samples"]:
@@ -112,6 +145,16 @@ def _kl_penalties(sample: RewardedSample, mask: NDArray[np.bool_], algorithm: Al
     estimates = {"k1": difference, "k2": difference**2 / 2, "k3": k3, "low_variance": np.clip(k3, -10, 10)}
     penalties: Float64[np.ndarray, " tokens"] = algorithm.kl_coefficient * estimates[algorithm.kl_estimator]
     return penalties
+
+
+def _values(sample: RewardedSample) -> NDArray[np.float64]:
+    if sample.values is None:
+        remedy = "is the critic role running, or was the sample recorded by an algorithm that has none?"
+        raise RewardError(f"sample {sample.sample_id} lacks the critic's values; {remedy}")
+    if sample.values.shape != sample.loss_mask.shape or not np.isfinite(sample.values).all():
+        rule = f"the critic's values must be finite, one for each of {len(sample.loss_mask)} tokens"
+        raise RewardError(f"sample {sample.sample_id}: {rule}, got shape {sample.values.shape}: {sample.values.tolist()!r:.200}")
+    return sample.values.astype(np.float64)
 
 
 def _require_finite(samples: Sequence[RewardedSample]) -> None:

@@ -2,6 +2,7 @@
 
 from relax_events.config.algorithm import AlgorithmConfig
 from relax_events.config.broker import BrokerConfig, ObjectsConfig
+from relax_events.config.critic import CriticConfig
 from relax_events.config.data import DataConfig, DatasetConfig, RowsConfig
 from relax_events.config.evaluation import EvaluationConfig, EvaluationDatasetConfig
 from relax_events.config.generation import EngineConfig, ModelConfig, SamplingConfig
@@ -14,6 +15,7 @@ __all__ = [
     "AlgorithmConfig",
     "BrokerConfig",
     "ChosenReward",
+    "CriticConfig",
     "DataConfig",
     "DatasetConfig",
     "EngineConfig",

@@ -12,7 +12,7 @@ from relax_events.config.algorithm_spec import AlgorithmSpec, find_algorithm
 from relax_events.config.base import Section
 from relax_events.errors import ConfigError
 
-NOT_SHARED = ("normalise_std", "reward_weights", "clip_low", "clip_high", "dual_clip", "gate_positive", "gate_negative")
+NOT_SHARED = ("normalise_std", "reward_weights", "clip_low", "clip_high", "dual_clip", "gate_positive", "gate_negative", "gamma", "gae_lambda")
 """Settings that only some algorithms have; those of the others are null."""
 CORRECTION_RANGES = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mask": (0.5, 2.0)}
 """What the corrections with a range take when the run file names none."""
@@ -51,6 +51,10 @@ class AlgorithmConfig(Section):
     """Temperature of the soft gate where the advantage is positive."""
     gate_negative: Positive | None = None
     """Temperature of the soft gate where it is not."""
+    gamma: Annotated[float, Field(ge=0, le=1)] | None = None
+    """By how much a reward counts less for each token that it lies ahead."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Between the critic's word alone (0) and the rewards to come alone (1); the critic role is needed where an algorithm has this."""
     aggregation: Literal["token_mean", "sample_mean", "constant_length"] = "token_mean"
     """Mean over all tokens of the step; over tokens of a sample first and then over samples; or the sum over a sample's tokens divided
     by `length_normaliser`, and then the mean over samples."""
@@ -134,6 +138,11 @@ class AlgorithmConfig(Section):
     def has_reward_kl(self) -> bool:
         """Whether the reward is lessened by a KL estimate."""
         return self.kl_coefficient > 0 and self.kl_placement == "reward"
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether advantages are computed from a critic's values, token by token."""
+        return self.gae_lambda is not None
 
     @property
     def needs_whole_step(self) -> bool:

@@ -25,7 +25,8 @@ class AlgorithmSpec:
         summary: What it is, in a sentence.
         formula: Advantage and loss, as text; lp is the trained policy's log-probability of a token, lo the old policy's.
         source: The paper, with the equations that are meant, and where this differs from it.
-        advantage: Takes the GroupRewards of a prompt group, gives one advantage for each sample. Needs no torch.
+        advantage: Takes the GroupRewards of a prompt group, gives one advantage for each sample. Needs no torch. Where the settings
+            name `gae_lambda` the critic role is needed: then it takes the GroupValues, and gives one for each token.
         policy_loss: Takes the LossTokens of a micro-batch, gives a loss for each token: a Surrogate, or the losses alone.
         advantage_settings: Names of the settings that `advantage` takes as keywords.
         loss_settings: Names of the settings that `policy_loss` takes as keywords.

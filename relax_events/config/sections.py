@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from relax_events.config.algorithm import AlgorithmConfig
 from relax_events.config.base import Positive, Seconds, Section
 from relax_events.config.broker import BrokerConfig, ObjectsConfig
+from relax_events.config.critic import CriticConfig
 from relax_events.config.data import DataConfig
 from relax_events.config.evaluation import EvaluationConfig
 from relax_events.config.generation import EngineConfig, ModelConfig
@@ -147,6 +148,7 @@ class RunConfig(Section):
     reward: RewardConfig = RewardConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = CriticConfig()
     trainer: TrainerConfig = TrainerConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     source: SourceSection = SourceSection()
@@ -181,6 +183,12 @@ class RunConfig(Section):
         return self.source.from_version if self.source.run else 0
 
     @property
+    def first_policy_step(self) -> int:
+        """The first train step in which the policy learns; in the run's steps before it only the critic does."""
+        begin = 0 if self.is_replay else self.first_version
+        return begin + self.critic.warmup_steps if self.algorithm.needs_critic else begin
+
+    @property
     def last_version(self) -> int:
         """The policy version with which the run has reached its goal."""
         return self.source.until_version if self.is_replay and self.source.until_version >= 0 else self.run.num_steps
@@ -210,4 +218,6 @@ class RunConfig(Section):
             counts["reference"] = self.workers.reference
         if self.algorithm.old_logprobs == "actor":
             counts["actor-forward"] = self.workers.actor_forward
+        if self.algorithm.needs_critic:
+            counts["critic"] = 1
         return counts | {"advantage": self.workers.advantage, "trainer": 1} | evaluator

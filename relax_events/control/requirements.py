@@ -49,7 +49,15 @@ def require_model(config: RunConfig) -> str:
             raise ConfigError(f"model.path {path} has no {name}; give a complete folder in Hugging Face layout, or a path that does not exist yet")
     if not list(path.glob("*.safetensors")):
         raise ConfigError(f"model.path {path} has no *.safetensors; convert the weights (no other format is read)")
+    _require_critic(config)
     return f"{path} is complete"
+
+
+def _require_critic(config: RunConfig) -> None:
+    path = config.critic.model_path
+    if config.algorithm.needs_critic and path is not None and not (path / "config.json").is_file():
+        remedy = "give a folder in Hugging Face layout, or leave it out for the policy's own"
+        raise ConfigError(f"critic.model_path {path} holds no config.json; {remedy}")
 
 
 def require_metrics_ports(config: RunConfig) -> str:

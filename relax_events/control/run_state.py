@@ -25,7 +25,10 @@ FOLLOWED = ("control.train-steps", "control.group-outcomes", "control.heartbeats
 
 @dataclass(slots=True)
 class RunState:
-    """What the control log has said so far. Feed it every event, in log order; it never looks anywhere else."""
+    """What the control log has said so far. Feed it every event, in log order; it never looks anywhere else.
+
+    `critic_figures` are those of the critic's steps, by train step; `metrics` is the newest report of each worker otherwise.
+    """
 
     policy_version: int = -1
     steps: list[TrainStepCommitted] = field(default_factory=list)
@@ -36,6 +39,7 @@ class RunState:
     last_failure: str = ""
     workers: dict[str, WorkerBeat] = field(default_factory=dict)
     metrics: dict[str, MetricsReported] = field(default_factory=dict)
+    critic_figures: dict[int, dict[str, float]] = field(default_factory=dict)
     ended: RunCommanded | None = None
     resumed_at: int = 0
     described: RunDescribed | None = None
@@ -53,7 +57,10 @@ class RunState:
         elif isinstance(event, WorkerBeat):
             self.workers[event.worker_id] = event
         elif isinstance(event, MetricsReported):
-            self.metrics[event.worker_id] = event
+            if "value_loss" in event.values:
+                self.critic_figures[event.policy_version - 1] = event.values
+            else:
+                self.metrics[event.worker_id] = event
         elif isinstance(event, RunDescribed):
             self.described = event
         elif isinstance(event, RunCommanded) and event.role is None:

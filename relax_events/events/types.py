@@ -262,6 +262,7 @@ class SampleReady:
     rollout_logprobs: Array
     actor_logprobs: Array | None = None
     ref_logprobs: Array | None = None
+    values: Array | None = None
     advantages: Array
     reward: float
     components: dict[str, float] = field(default_factory=dict)

@@ -26,7 +26,7 @@ ACTIONS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 ARMING = re.compile(r"(?P<name>[a-z_.-]+)(:(?P<nth_pass>[1-9][0-9]*))?=(?P<action>[a-z]+)")
 EXAMPLE = f'for example {VARIABLE}="reward.before_commit:3=kill"'
 
-MAP_ROLES = ("reward", "reference", "actor-forward")
+MAP_ROLES = ("reward", "reference", "actor-forward", "critic")
 MAP_POINTS = {
     "before_flush": "outputs are handed to the client, none is known to be safe",
     "before_commit": "outputs are acknowledged, the input offsets are not committed",
@@ -39,6 +39,7 @@ POINTS = {
     "rollout.before_flush": "samples are handed to the client, none is known to be safe",
     "rollout.before_settle": "samples are acknowledged, their leases are open",
     **{f"{role}.{name}": text for role in MAP_ROLES for name, text in MAP_POINTS.items()},
+    "critic.learning": "the critic has learned from a committed step, others may be left",
     "advantage.before_flush": "joined samples are handed to the client, none is known to be safe",
     "advantage.before_commit": "joined samples are acknowledged, the input offsets are not committed",
     "advantage.handing_over": "partitions are being taken away, offsets are committed, open joins are not dropped",

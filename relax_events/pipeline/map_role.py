@@ -34,16 +34,23 @@ class MapRole:
     Waits for records; is unblocked by the broker, or every half second to beat. Records whose version left the window
     are passed over without being decoded, and a newly published version moves the consumer past what is stale in its slot.
     With `max_tokens` a record batch is handled in parts, oldest version first, and each part's outputs go out at once: who waits for
-    the first of them does not wait for the last.
+    the first of them does not wait for the last. `between` is called after every record batch, and every half second without one.
     """
 
     def __init__(
-        self, worker: Worker, handle: Handle, *, max_records: int = 256, max_tokens: int | None = None, listeners: Sequence[Listener] = ()
+        self,
+        worker: Worker,
+        handle: Handle,
+        *,
+        max_records: int = 256,
+        max_tokens: int | None = None,
+        listeners: Sequence[Listener] = (),
+        between: Callable[[], None] = lambda: None,
     ) -> None:
         self._worker, self._handle, self._max_records, self._max_tokens = worker, handle, max_records, max_tokens
         self._topic = worker.plan.topic("rollout.samples")
         self._published: list[PolicyVersionPublished] = []
-        self._listeners = listeners
+        self._listeners, self._between = listeners, between
         self._consumer = GroupConsumer(
             worker.connection, consumer_group=worker.plan.consumer_group(worker.role), topics=[self._topic], on_revoked=self._give_back
         )
@@ -59,6 +66,7 @@ class MapRole:
             elif worker.paused:
                 worker.drain.wait(IDLE_SECONDS)
             self._take_versions()
+            self._between()
             worker.tick(working=bool(records))
         self._consumer.close()
 

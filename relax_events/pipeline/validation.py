@@ -50,7 +50,7 @@ def check_ready(event: Event) -> SampleReady:
     """Return a ready sample whose arrays agree and whose numbers are finite; raises as `check_sample`."""
     if not isinstance(event, SampleReady):
         raise PoisonSample(f"expected SampleReady, got {type(event).__name__}")
-    _check_arrays(event, ("loss_mask", "rollout_logprobs", "advantages", "actor_logprobs", "ref_logprobs"))
+    _check_arrays(event, ("loss_mask", "rollout_logprobs", "advantages", "actor_logprobs", "ref_logprobs", "values"))
     if not np.isfinite(event.reward):
         raise PoisonSample(f"sample {event.sample_id}: reward must be finite, got {event.reward}")
     return event
@@ -66,7 +66,7 @@ def check_trainable(sample: SampleReady, *, algorithm: AlgorithmConfig, vocab_si
     Raises:
         PoisonSample: It can't; the text says why.
     """
-    needed = {"actor_logprobs": algorithm.old_logprobs == "actor", "ref_logprobs": algorithm.has_loss_kl}
+    needed = {"actor_logprobs": algorithm.old_logprobs == "actor", "ref_logprobs": algorithm.has_loss_kl, "values": algorithm.needs_critic}
     for name, is_needed in needed.items():
         if is_needed and getattr(sample, name) is None:
             raise PoisonSample(f"sample {sample.sample_id}: the algorithm needs {name}, got none; was it made under another run file?")

@@ -27,6 +27,16 @@ class WorkerMetrics:
         self._tokens = Counter("relax_tokens_total", "Tokens that a worker generated, evaluated or trained.", ["role"], registry=self.registry)
         self._in_flight = Gauge("relax_records_in_flight", "Records in work.", ["role"], registry=self.registry)
         self._version = Gauge("relax_policy_version", "Policy version that a worker serves or knows.", ["role"], registry=self.registry)
+        self._value_loss = Gauge("relax_critic_value_loss", "Value loss of the critic's newest step.", ["role"], registry=self.registry)
+        self._explained = Gauge(
+            "relax_critic_explained_variance_ratio",
+            "Share of the returns' variance that the critic knew, in its newest step.",
+            ["role"],
+            registry=self.registry,
+        )
+        self._critic_lag = Gauge(
+            "relax_critic_version_lag", "Policy versions that the critic is behind the newest.", ["role"], registry=self.registry
+        )
         self._progress = Gauge("relax_last_progress_timestamp_seconds", "When a worker last finished a record.", ["role"], registry=self.registry)
 
     def processed(self, count: int, *, seconds: float) -> None:
@@ -66,6 +76,12 @@ class WorkerMetrics:
     def policy_version(self, version: int) -> None:
         """Say which version the worker serves or knows."""
         self._version.labels(self._role).set(version)
+
+    def learned(self, *, value_loss: float, explained_variance: float, version_lag: int) -> None:
+        """Say how a step of the critic went, and how many policy versions it is behind."""
+        self._value_loss.labels(self._role).set(value_loss)
+        self._explained.labels(self._role).set(explained_variance)
+        self._critic_lag.labels(self._role).set(version_lag)
 
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus's text format."""

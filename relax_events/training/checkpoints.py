@@ -46,17 +46,19 @@ class RestoredCheckpoint:
 class Checkpoints:
     """The checkpoints of one run. `save` and `PendingCheckpoint` are collective, `load` and `prune` are not."""
 
-    def __init__(self, store: ObjectStore, *, ranks: Ranks, keep: int) -> None:
+    def __init__(self, store: ObjectStore, *, ranks: Ranks, keep: int, folder: str = PREFIX) -> None:
         """Start the writer's thread.
 
         Args:
             store: The run's object store.
             ranks: All ranks of the trainer.
             keep: How many of the newest checkpoints `prune` leaves, at least 1.
+            folder: Where they lie in the store, with the slash at its end.
         """
         self._store = store
         self._ranks = ranks
         self._keep = max(1, keep)
+        self._prefix = folder
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
         self._last: Future[ObjectRef] | None = None
 
@@ -70,7 +72,7 @@ class Checkpoints:
             extra: Anything that JSON can hold, such as offsets; rank 0's is kept.
         """
         save_id = self._ranks.broadcast(secrets.token_hex(4).encode() if self._ranks.rank == 0 else None).decode()
-        folder = f"{PREFIX}{state.policy_version:08d}/{save_id}/"
+        folder = f"{self._prefix}{state.policy_version:08d}/{save_id}/"
         share = _share(state.tensors, rank=self._ranks.rank, size=self._ranks.size)
         copies = {name: state.tensors[name].detach().to("cpu", copy=True).contiguous() for name in share}
         key = f"{folder}shard-{self._ranks.rank:05d}-of-{self._ranks.size:05d}.safetensors"
@@ -127,15 +129,18 @@ class Checkpoints:
         """
         committed_folder = self._store.key(committed.uri).removesuffix(MANIFEST)
         folders: dict[str, list[str]] = {}
-        for key in self._store.list(PREFIX):
+        for key in self._store.list(self._prefix):
             folders.setdefault(key.rpartition("/")[0] + "/", []).append(key)
-        old = [folder for folder in folders if folder != committed_folder and _version(folder) <= committed.policy_version]
-        complete = sorted((folder for folder in old if f"{folder}{MANIFEST}" in folders[folder]), key=_version, reverse=True)
+        old = [folder for folder in folders if folder != committed_folder and self._version(folder) <= committed.policy_version]
+        complete = sorted((folder for folder in old if f"{folder}{MANIFEST}" in folders[folder]), key=self._version, reverse=True)
         kept = set(complete[: self._keep - 1])
         doomed = sorted((key for folder in old if folder not in kept for key in folders[folder]), key=lambda key: not key.endswith(MANIFEST))
         if doomed:
             self._store.delete(doomed)
         return len(doomed)
+
+    def _version(self, folder: str) -> int:
+        return int(folder.removeprefix(self._prefix).partition("/")[0])
 
     def close(self, *, timeout_seconds: float = 60.0) -> None:
         """Wait for writes under way, at most until the deadline; what is not written by then never becomes real.
@@ -163,7 +168,3 @@ def _share(tensors: Mapping[str, Tensor], *, rank: int, size: int) -> list[str]:
         if lightest == rank:
             mine.append(name)
     return mine
-
-
-def _version(folder: str) -> int:
-    return int(folder.removeprefix(PREFIX).partition("/")[0])

@@ -21,6 +21,8 @@ MAX_LOGITS_ELEMENTS = 2**26
 """Above this, the head works in chunks and is computed again in the backward pass: 256 MiB of float32 at a time."""
 ISOLATION_TOLERANCE = {torch.bfloat16: 5e-2, torch.float32: 1e-4, torch.float64: 1e-4}
 """Difference in nats that rounding explains; a leak between packed samples is far larger."""
+NEIGHBOURS = [0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2]
+"""Positions of two samples in one row, and of the second of them alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ class PolicyModel:
 
     @torch.no_grad()
     def _require_linear_head(self, path: Path) -> None:
-        ids, positions = self._probe([0, 1, 2, 3, 4])
+        ids, positions = probe([0, 1, 2, 3, 4], vocab_size=self.vocab_size, device=self.device)
         whole = self.module(input_ids=ids, position_ids=positions, use_cache=False).logits
         if not torch.allclose(self._head(self._hidden(ids, positions)), whole, rtol=1e-3, atol=1e-3):
             raise ConfigError(
@@ -119,12 +121,15 @@ class PolicyModel:
 
     @torch.no_grad()
     def _keeps_neighbours_apart(self) -> bool:
-        together = self._head(self._hidden(*self._probe([0, 1, 2, 3, 4, 0, 1, 2])))[0, 5:].log_softmax(-1)
-        alone = self._head(self._hidden(*self._probe([0, 1, 2])))[0].log_softmax(-1)
+        together, alone = (probe(positions, vocab_size=self.vocab_size, device=self.device) for positions in NEIGHBOURS)
+        together = self._head(self._hidden(*together))[0, 5:].log_softmax(-1)
+        alone = self._head(self._hidden(*alone))[0].log_softmax(-1)
         return bool((together - alone).abs().max() < ISOLATION_TOLERANCE[self.dtype])
 
-    def _probe(self, positions: list[int]) -> tuple[Tensor, Tensor]:
-        # Counting down, so that a sequence at the end of a row has the same ids as one that stands alone.
-        position_ids = torch.tensor([positions], device=self.device)
-        ids = torch.arange(len(positions), 0, -1, device=self.device)[None] % self.vocab_size
-        return ids, position_ids
+
+def probe(positions: list[int], *, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return token and position ids of one row, with which a model is tried out."""
+    # Counting down, so that a sequence at the end of a row has the same ids as one that stands alone.
+    position_ids = torch.tensor([positions], device=device)
+    ids = torch.arange(len(positions), 0, -1, device=device)[None] % vocab_size
+    return ids, position_ids

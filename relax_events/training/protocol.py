@@ -61,7 +61,18 @@ class TrainerState:
     tensors: Mapping[str, Tensor]
 
 
-class Scorer(Protocol):
+class TokenScorer(Protocol):
+    """Gives a number for every loss token of a sample."""
+
+    def score(self, samples: Sequence[SampleRolledOut]) -> list[NDArray[np.float32]]:
+        """Give a number for every loss token and 0 elsewhere: an array for each sample, as long as its tokens.
+
+        Raises:
+            PoisonSample: A sample can't be scored; the text names it.
+        """
+
+
+class Scorer(TokenScorer, Protocol):
     """Forward-only log-probabilities, for the roles reference and actor-forward: of the initial weights until it is given others."""
 
     def score(self, samples: Sequence[SampleRolledOut]) -> list[NDArray[np.float32]]:
@@ -76,6 +87,52 @@ class Scorer(Protocol):
 
         Raises:
             WeightsError: The weights don't fit the model.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueFigures:
+    """Figures of one step of the critic, means over its loss tokens. `explained_variance` is that of the returns by the recorded values."""
+
+    value_loss: float
+    value_clip_fraction: float
+    explained_variance: float
+    value_mean: float
+    return_mean: float
+    value_grad_norm: float
+    value_learning_rate: float
+
+
+class Critic(TokenScorer, Protocol):
+    """A value model that learns from recorded steps. Its `policy_version` is that which the last step it learned from made.
+
+    The result of a step does not depend on how samples were cut into micro-batches.
+    """
+
+    policy_version: int
+
+    def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
+        """Run forward and backward on a micro-batch, adding unnormalised gradients and figures to the step's.
+
+        Raises:
+            PoisonSample: A sample can't be learned from, or carries no values; nothing was added.
+        """
+
+    def step(self) -> ValueFigures:
+        """Normalise over the whole step, clip, update the weights, and count up `policy_version`.
+
+        Raises:
+            RunFailed: Loss or gradient is not finite, or the step holds no loss token. The weights are the old ones.
+        """
+
+    def state(self) -> TrainerState:
+        """Show the state of weights and optimizer. The tensors are live: copy them before the next step."""
+
+    def load_state(self, state: TrainerState) -> None:
+        """Go on from a state; what was accumulated is dropped.
+
+        Raises:
+            WeightsError: A tensor is missing, unknown or of another shape; nothing was changed.
         """
 
 
@@ -126,6 +183,15 @@ class TrainerBackend(Protocol):
     @staticmethod
     def open_scorer(config: RunConfig) -> Scorer:
         """Load the initial model for scoring alone, with the model code that this backend trains.
+
+        Raises:
+            ConfigError: The model can't be loaded.
+        """
+        ...
+
+    @staticmethod
+    def open_critic(config: RunConfig) -> Critic:
+        """Load the critic of a run as it is before the run's first step.
 
         Raises:
             ConfigError: The model can't be loaded.

@@ -28,7 +28,8 @@ def _judgement(algorithm: AlgorithmConfig) -> tuple[Any, ...]:
     """Return the settings that advantages depend on; what the trainer itself does to them is not among these."""
     kl = (algorithm.kl_coefficient, algorithm.kl_estimator, algorithm.old_logprobs) if algorithm.has_reward_kl else ()
     shaping = (algorithm.overlong_ratio, algorithm.overlong_penalty) if algorithm.overlong_ratio else ()
-    return algorithm.name, algorithm.normalise_std, algorithm.reward_weights, algorithm.options, shaping, kl
+    critic = (algorithm.gamma, algorithm.gae_lambda)
+    return algorithm.name, algorithm.normalise_std, algorithm.reward_weights, algorithm.options, shaping, kl, critic
 
 
 class Rejudging:
@@ -81,6 +82,7 @@ class Rejudging:
             loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
             policy_logprobs=array("actor_logprobs" if self._algorithm.old_logprobs == "actor" else "rollout_logprobs"),
             ref_logprobs=array("ref_logprobs"),
+            values=array("values"),
         )
 
     def _reward(self, sample: SampleReady) -> float:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from relax_events.config import ModelConfig
 from relax_events.models.causal_lm import choose_device
-from relax_events.training.packing import TokenSequence, pack, pack_order, padded_length, plain
+from relax_events.training.packing import PackedBatch, TokenSequence, pack, pack_order, padded_length, plain
 from relax_events.training.policy_model import PolicyModel
 from relax_events.training.torch_backend import make_deterministic
 
@@ -57,25 +58,10 @@ class LogprobScorer:
         Raises:
             PoisonSample: A sample can't be scored; the text names it.
         """
-        alike: dict[int, list[int]] = defaultdict(list)
-        for index, sample in enumerate(samples):
-            alike[padded_length(len(plain(sample, "tokens")), multiple=ROW_TOKENS)].append(index)
-        scores: dict[int, NDArray[np.float32]] = {}
-        for length, indices in alike.items():
-            for part in pack_order([length] * len(indices), max_tokens=self._max_tokens):
-                scores |= zip(indices[part], self._score_rows([samples[index] for index in indices[part]]), strict=True)
-        return [scores[index] for index in range(len(samples))]
-
-    def _score_rows(self, samples: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
-        """Score samples of one padded length, each in a row of its own: the bits of each depend on nothing but itself."""
-        batch = pack(samples, vocab_size=self._model.vocab_size, share_rows=False, row_multiple=ROW_TOKENS)
-        with torch.inference_mode():
-            logprobs = self._model.token_logprobs(batch).logprobs.float().cpu().numpy()
-        masks = [plain(sample, "loss_mask").astype(bool) for sample in samples]
-        scores = [np.zeros(len(mask), np.float32) for mask in masks]
-        for values, mask, piece in zip(scores, masks, np.split(logprobs, np.cumsum(batch.num_loss_tokens)[:-1]), strict=True):
-            values[mask] = piece
-        return scores
+        model = self._model
+        return score_apart(
+            samples, max_tokens=self._max_tokens, vocab_size=model.vocab_size, evaluate=lambda batch: model.token_logprobs(batch).logprobs
+        )
 
     def load_weights(self, weights: Weights) -> None:
         """Go over to another policy version; on an error the old one stays.
@@ -85,3 +71,40 @@ class LogprobScorer:
         """
         self._model.replace_weights(weights.tensors)
         self.policy_version = weights.policy_version
+
+
+def score_apart(
+    samples: Sequence[TokenSequence], *, max_tokens: int, vocab_size: int, evaluate: Callable[[PackedBatch], Tensor]
+) -> list[NDArray[np.float32]]:
+    """Evaluate the loss tokens of samples, each in a row of its own among rows of one padded length: its bits depend on nothing but itself.
+
+    Args:
+        samples: In any number.
+        max_tokens: Budget of one packed forward.
+        vocab_size: Bound of the token ids that the model takes.
+        evaluate: Gives a number for each loss token of a packed forward.
+    Returns:
+        One array for each sample, as long as its tokens, 0 where the loss mask is.
+    Raises:
+        PoisonSample: A sample can't be evaluated; the text names it.
+    """
+    alike: dict[int, list[int]] = defaultdict(list)
+    for index, sample in enumerate(samples):
+        alike[padded_length(len(plain(sample, "tokens")), multiple=ROW_TOKENS)].append(index)
+    scores: dict[int, NDArray[np.float32]] = {}
+    for length, indices in alike.items():
+        for part in pack_order([length] * len(indices), max_tokens=max_tokens):
+            rows = [samples[index] for index in indices[part]]
+            batch = pack(rows, vocab_size=vocab_size, share_rows=False, row_multiple=ROW_TOKENS)
+            with torch.inference_mode():
+                values = evaluate(batch).float().cpu().numpy()
+            scores |= zip(indices[part], _unpacked(values, rows, batch.num_loss_tokens), strict=True)
+    return [scores[index] for index in range(len(samples))]
+
+
+def _unpacked(values: NDArray[np.float32], rows: Sequence[TokenSequence], num_loss_tokens: NDArray[np.int64]) -> list[NDArray[np.float32]]:
+    masks = [plain(sample, "loss_mask").astype(bool) for sample in rows]
+    scores = [np.zeros(len(mask), np.float32) for mask in masks]
+    for score, mask, piece in zip(scores, masks, np.split(values, np.cumsum(num_loss_tokens)[:-1]), strict=True):
+        score[mask] = piece
+    return scores

@@ -16,7 +16,7 @@ from relax_events.objects.claim_check import check_out
 from relax_events.pipeline.source_run import SourceRun
 from relax_events.pipeline.worker import Worker
 from relax_events.training.ranks import Ranks
-from relax_events.training.recorded_batches import RecordedBatch, RecordedBatches
+from relax_events.training.recorded_batches import Decode, RecordedBatch, RecordedBatches
 from relax_events.training.rejudging import Rejudging, needs_advantages, read_rewards
 
 log = structlog.get_logger()
@@ -78,11 +78,30 @@ class SourceSteps:
     Each rank has one of its own, and of one rank a step may be there before another sees it: they have to agree.
     """
 
-    def __init__(self, source: SourceRun, batches: RecordedBatches, *, first: int, last: int) -> None:
-        """Begin with train step `first`; those from `last` on are left out."""
+    def __init__(
+        self,
+        source: SourceRun,
+        batches: RecordedBatches,
+        *,
+        first: int,
+        last: int,
+        decode: Decode | None = None,
+        remedy: str = "set source.from_version",
+    ) -> None:
+        """Begin reading.
+
+        Args:
+            source: Whose steps they are.
+            batches: Reads their samples.
+            first: The train step to begin with.
+            last: Steps from here on are left out.
+            decode: Turns a record of the control log into its event; by default with what the source's writers told the log.
+            remedy: For a step whose records are gone.
+        """
+        self._remedy = remedy
         self._run_id, self._batches = source.config.run.id, batches
         self._next, self._last = first, last
-        self._decoder = SourceDecoder(source)
+        self._decode: Decode = decode or SourceDecoder(source).event
         self._control = LogReader(source.connection, start={(source.plan.topic("control.train-steps"), 0): 0})
         self._samples = LogReader(source.connection)
         self._steps: deque[TrainStepCommitted] = deque()
@@ -113,13 +132,13 @@ class SourceSteps:
             except BrokerUnavailable:
                 raise
             except BrokerError as error:
-                remedy = f"relax runs show {self._run_id} tells which steps are left; set source.from_version"
+                remedy = f"relax runs show {self._run_id} tells which steps are left; {self._remedy}"
                 raise ConfigError(f"steps from {steps[0].train_step} of run {self._run_id} can't be trained again: {error}; {remedy}") from error
         return self._ready.popleft()
 
     def _note(self, record: Record) -> None:
         try:
-            step = self._decoder.event(record)
+            step = self._decode(record)
         except (CorruptRecord, SchemaError) as error:
             log.warning("record.unreadable", place=record.place, error=str(error))  # where it was a step, the next one shows the gap
             return

@@ -18,7 +18,7 @@ from relax_events.models.causal_lm import choose_device
 from relax_events.training.flat_parameters import FlatParameters
 from relax_events.training.loss_batch import LossBatch
 from relax_events.training.policy_model import PolicyModel
-from relax_events.training.protocol import Scorer, StepFigures, TrainerState
+from relax_events.training.protocol import Critic, Scorer, StepFigures, TrainerState
 from relax_events.training.ranks import Ranks
 from relax_events.training.step_sums import MicroBatchSums, Totals, gather_totals, sum_micro_batch
 from relax_events.training.whole_step import step_cutoff, step_whitening
@@ -112,7 +112,7 @@ class TorchBackend:
         except RunFailed:
             self._drop_accumulated()
             raise
-        learning_rate = scheduled_learning_rate(self._config.trainer, step=self.policy_version, num_steps=self._config.run.num_steps)
+        learning_rate = policy_learning_rate(self._config, step=self.policy_version)
         self._flat.update(learning_rate=learning_rate, gradient_scale=min(1.0, self._config.trainer.max_grad_norm / (grad_norm + 1e-6)))
         self._micro_batches = []
         self.policy_version += 1
@@ -164,6 +164,21 @@ class TorchBackend:
 
         model, trainer = config.model, config.trainer
         return LogprobScorer(model.path, model=model, threads=trainer.threads, max_tokens=trainer.max_tokens_per_micro_batch)
+
+    @staticmethod
+    def open_critic(config: RunConfig) -> Critic:
+        """Load the critic as it is before the run's first step; see `TrainerBackend`."""
+        from relax_events.training.torch_critic import TorchCritic
+
+        return TorchCritic(config)
+
+
+def policy_learning_rate(config: RunConfig, *, step: int) -> float:
+    """Return the policy's learning rate in a step: 0 while only the critic learns, and its schedule from then on."""
+    if step < config.first_policy_step:
+        return 0.0
+    waited = config.critic.warmup_steps if config.algorithm.needs_critic else 0
+    return scheduled_learning_rate(config.trainer, step=step - waited, num_steps=config.run.num_steps - waited)
 
 
 def scheduled_learning_rate(trainer: TrainerConfig, *, step: int, num_steps: int) -> float:

@@ -39,6 +39,9 @@ MORE = {
     "gdpo": ("algorithm.reward_weights={spread = 1.0, short = 0.5}",),
 }
 
+WITHOUT_CRITIC = [spec.name for spec in installed_algorithms() if "gae_lambda" not in spec.settings]
+"""The others need values in the record, which the source has none of; see test_critic."""
+
 
 def curves_of(folder: Path, run_id: str) -> dict[str, Any]:
     report = orjson.loads((folder / ".relax/runs" / run_id / "report.json").read_bytes())
@@ -72,7 +75,7 @@ def test_live_run_reports_what_there_was_to_correct(source: FinishedRun) -> None
     assert max(curves["masked_fraction"]) == 0
 
 
-@pytest.mark.parametrize("name", [*(spec.name for spec in installed_algorithms()), "mine.py:MINE"])
+@pytest.mark.parametrize("name", [*WITHOUT_CRITIC, "mine.py:MINE"])
 def test_algorithm_trains_recorded_rollouts(name: str, relax: Relax, source: FinishedRun, run_id: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     where = ("--bootstrap-servers", source.config.broker.bootstrap_servers, "--directory", str(tmp_path / ".relax"))

@@ -108,12 +108,12 @@ def oversize(run: FaultRun, random: Random) -> str:
 
 def damage_objects(run: FaultRun, random: Random) -> str:
     """Alter or delete stored arrays that workers are about to read, for a while."""
-    objects = newest(run.folder / "objects" / "sha256", "*/*", 12)
+    objects = newest(run.folder / "objects" / "sha256", f"*/{'[0-9a-f]' * 64}", 12)  # none that is still being written
     assert objects, "no sample travels by reference"
     is_deleted = random.random() < 0.5
     originals = {path: path.read_bytes() for path in objects}
     for path, data in originals.items():
-        path.unlink() if is_deleted else path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+        path.unlink(missing_ok=True) if is_deleted else path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
     run.follow_for(LOOK_SECONDS)
     for path, data in originals.items():
         path.write_bytes(data)  # a trainer that replays needs what it trained

@@ -49,6 +49,7 @@ LONG = [
     ),
     ("rollout.before_load:3", "advantage.handing_over", "checkpoint.before_manifest", "trainer.after_ends"),
     ("evaluator.before_load:2", "evaluator.generating:2", "evaluator.after_write:2"),
+    ("critic.before_flush:2", "critic.before_commit:4", "critic.after_commit:6", "critic.learning:5"),
 ]
 
 
@@ -70,6 +71,7 @@ def test_run_ends_by_itself_when_workers_kill_themselves_at(points: tuple[str, .
         evaluation=evaluation if is_evaluated else {},
         trainer={"checkpoint_every": 3},
         workers={"advantage": 2},
+        algorithm={"name": "ppo"} if points[0].startswith("critic.") else {},
         reward={"function": f"{directory / 'reward.py'}:badly", "timeout_seconds": 1.0},
     )
     armed = [f"{point}=kill" for point in points]

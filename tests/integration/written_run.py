@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from event_samples import committed, ended, issued, published, ready, rolled_out, scored
@@ -15,7 +16,7 @@ from relax_events.broker.records import POLICY_VERSION_HEADER, OutRecord
 from relax_events.config import RunConfig
 from relax_events.control.topics.applying import apply_topics
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import Event, Outcome, SampleReady, SampleRolledOut, SampleScored, TopicOffset
+from relax_events.events.types import Event, Outcome, SampleReady, SampleRolledOut, SampleScored, TopicOffset, TrainStepCommitted
 from relax_events.topics import TopicPlan, shard_of
 
 CODEC = EventCodec()
@@ -78,6 +79,17 @@ class WrittenRun:
             version = next(self._ready[name][2] for name in sample_ids if name.startswith(group_id))
             self.end(group_id, Outcome.TRAINED, version=version, trainer_version=step)
         self.publish(step + 1)
+
+    def commit(self, step: int, **fields: Any) -> TrainStepCommitted:
+        """Commit a step of which a test says everything, and publish what comes out."""
+        event = committed(step, **fields)
+        self._control("control.train-steps", event)
+        self.publish(step + 1)
+        return event
+
+    def end_offset(self, place: tuple[str, int]) -> int:
+        """Return where a partition ends now."""
+        return self._admin.end_offsets([place])[place]
 
     def end(self, group_id: str, outcome: Outcome, *, version: int, trainer_version: int | None = None) -> None:
         """End a prompt group."""

@@ -15,7 +15,7 @@ from relax_events.algorithms.describing import describe, installed_algorithms
 from relax_events.config import AlgorithmConfig, RunConfig, load_run_config
 from relax_events.config.algorithm import NOT_SHARED
 from relax_events.config.algorithm_spec import find_algorithm, resolve
-from relax_events.errors import ConfigError
+from relax_events.errors import ConfigError, PoisonSample
 from relax_events.pipeline.description import describe as describe_run
 from relax_events.pipeline.description import described_config
 from relax_events.pipeline.validation import check_trainable
@@ -185,6 +185,8 @@ def test_reference_is_needed_for_either_place_of_the_kl(make_run_config: Any) ->
     assert "reference" in in_reward.roles()
     assert (in_reward.algorithm.has_reward_kl, in_reward.algorithm.has_loss_kl) == (True, False)
     assert "actor-forward" not in make_run_config(algorithm={"old_logprobs": "trainer"}).roles()
+    assert "critic" not in make_run_config().roles()
+    assert make_run_config(algorithm={"name": "ppo"}).roles()["critic"] == 1
 
 
 def test_recorded_advantages_are_kept_unless_what_they_depend_on_differs() -> None:
@@ -194,6 +196,7 @@ def test_recorded_advantages_are_kept_unless_what_they_depend_on_differs() -> No
     assert not needs_advantages(judged(), judged(correction="tis", old_logprobs="trainer", whiten_advantages="tokens", overlong_penalty=2.0))
     assert needs_advantages(judged(), judged(overlong_ratio=0.1))
     assert needs_advantages(judged(name="rloo"), judged(name="rloo", kl_coefficient=0.1))
+    assert needs_advantages(judged(name="ppo"), judged(name="ppo", gae_lambda=0.9))
     assert needs_advantages(judged(name="gdpo"), judged(name="gdpo", reward_weights={"a": 2.0}))
 
 
@@ -201,6 +204,8 @@ def test_sample_needs_reference_logprobs_only_where_the_loss_has_them() -> None:
     from event_samples import ready
 
     sample = ready()
+    with pytest.raises(PoisonSample, match="the algorithm needs values, got none"):
+        check_trainable(sample, algorithm=AlgorithmConfig(name="ppo"), vocab_size=100)
     check_trainable(sample, algorithm=AlgorithmConfig.model_validate({"name": "rloo", "kl_coefficient": 0.1}), vocab_size=100)
 
 

@@ -29,6 +29,7 @@ def judged(draws: np.ndarray, logprobs: np.ndarray, judge: Judge) -> np.ndarray:
             loss_mask=np.ones(LENGTH, np.uint8),
             policy_logprobs=logprob,
             ref_logprobs=np.full(LENGTH, -np.log(NUM_TOKENS)),
+            values=np.full(LENGTH, 0.5),
         )
         for index, (draw, logprob) in enumerate(zip(draws, logprobs, strict=True))
     ]

@@ -2,8 +2,9 @@
 
 import pytest
 
-from relax_events.config import TrainerConfig
-from relax_events.training.torch_backend import scheduled_learning_rate
+from relax_events.config import RunConfig, TrainerConfig
+from relax_events.training.torch_backend import policy_learning_rate, scheduled_learning_rate
+from tests.unit.trainer_samples import run_config
 
 
 def rates(schedule: str, warmup_steps: int, steps: range, num_steps: int = 10) -> list[float]:
@@ -25,3 +26,21 @@ def test_linear_keeps_the_last_rate_in_a_run_that_is_trained_longer():
 
 def test_linear_is_never_above_the_peak_when_the_warm_up_is_the_whole_run():
     assert max(rates("linear", 10, range(10))) <= 1.0
+
+
+def policy_rates(name: str, steps: range, **source: object) -> list[float]:
+    tree = run_config(algorithm={"name": name}, trainer={"learning_rate": 1.0, "warmup_steps": 2, "schedule": "linear"}).model_dump()
+    tree |= {"critic": {"warmup_steps": 2}, "source": source}
+    tree["run"]["num_steps"] = 6
+    config = RunConfig.model_validate(tree)
+    return [policy_learning_rate(config, step=step) for step in steps]
+
+
+def test_policy_waits_for_the_critic_and_begins_its_own_warm_up_then():
+    assert policy_rates("ppo", range(6)) == pytest.approx([0, 0, 0.5, 1.0, 1.0, 0.5])
+    assert policy_rates("grpo", range(2)) == pytest.approx([0.5, 1.0])
+
+
+def test_critic_of_a_fork_begins_anew_and_that_of_a_replay_did_so_with_its_source():
+    assert policy_rates("ppo", range(3, 6), run="other", rollouts="live", from_version=3)[:2] == [0, 0]
+    assert policy_rates("ppo", range(3, 6), run="other", from_version=3)[0] > 0

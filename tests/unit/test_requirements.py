@@ -56,6 +56,16 @@ def test_model_folder_that_lacks_a_file_is_refused_with_its_name(make_run_config
         require_model(make_run_config(model={"tiny": {}}))
 
 
+def test_critic_of_its_own_is_looked_for_where_there_is_one(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
+    whole_model(tmp_path / "model")
+    critic = {"model_path": str(tmp_path / "critic")}
+    assert require_model(make_run_config(critic=critic)) == f"{tmp_path / 'model'} is complete"
+    with pytest.raises(ConfigError, match=r"critic holds no config.json; give a folder in Hugging Face layout, or leave it out"):
+        require_model(make_run_config(critic=critic, algorithm={"name": "ppo"}))
+    whole_model(tmp_path / "critic")
+    assert require_model(make_run_config(critic=critic, algorithm={"name": "ppo"})) == f"{tmp_path / 'model'} is complete"
+
+
 def test_package_that_is_missing_is_named(make_run_config: MakeRunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("relax_events.control.requirements.MODEL_PACKAGES", ("a_package_that_is_not_there",))
     with pytest.raises(EnvironmentProblem, match=r"a_package_that_is_not_there is not installed; install relax-events\[model\]"):

@@ -18,6 +18,8 @@ def test_run_state_is_what_the_log_says() -> None:
         state.note(event)
     assert (state.num_steps, state.reward, state.policy_version) == (2, 0.75, 1)
     assert (state.workers["w"], state.metrics["w"]) == (beat, report)
+    state.note(MetricsReported(worker_id="w", role="critic", policy_version=2, values={"value_loss": 0.25}))
+    assert (state.metrics["w"], state.critic_figures) == (report, {1: {"value_loss": 0.25}})
     state.note(published(0))
     assert state.policy_version == 1
 

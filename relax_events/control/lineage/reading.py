@@ -26,7 +26,7 @@ from relax_events.events.types import (
 )
 from relax_events.topics import shard_of
 
-EVALUATOR_TOPICS = ("reference.logprobs", "actor.logprobs")
+EVALUATOR_TOPICS = ("reference.logprobs", "actor.logprobs", "critic.values")
 
 
 @dataclass(frozen=True, slots=True)

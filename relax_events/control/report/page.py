@@ -24,6 +24,8 @@ CURVES = {  # figure -> title, definition
     "mismatch_kl": ("Engine against trainer", "KL between their log-probabilities of the sampled tokens, nats per token"),
     "effective_sample_ratio": ("Effective sample size", "of the loss tokens, weighed by trainer against engine; 1 on-policy"),
     "masked_fraction": ("Masked tokens", "share of loss tokens that a correction or mask leaves without gradient"),
+    "value_loss": ("Value loss", "of the critic in the whole step"),
+    "explained_variance": ("Explained variance", "share of the returns' variance that the critic's recorded values knew"),
     "tokens_per_second": ("Throughput", "trained tokens per second, prompt and completion"),
 }
 SMOOTHED = {"reward_mean", "loss", "grad_norm", "completion_tokens_mean", "tokens_per_second"}

@@ -25,7 +25,8 @@ staleness_mean, staleness_max, staleness_counts: Policy versions between a sampl
 phase_seconds: Trainer's seconds by phase (rank 0), summed over all steps.
 curves: Lists with one entry per step in order: `train_step`, every figure of the step (as the trainer committed it, floats exact),
     `staleness_max`, `step_seconds` (from the commit before to this one; of the first step of the run and of this invocation the sum
-    of its phases) and `tokens_per_second`. `curves.phase_seconds` holds such a list for each phase.
+    of its phases) and `tokens_per_second`. `curves.phase_seconds` holds such a list for each phase. Where there is a critic its
+    figures stand here as well.
 source: Of a run that goes back to another: its `run_id`, the `from_version`, and its `curves` at the same train steps, None where it
     has none. None for a run of its own.
 prompts_passed_over: Rows of the prompt stream that were not issued, by reason.
@@ -118,7 +119,7 @@ def build_report(
     """
     steps = state.steps
     started_at = ended_at - int(wall_seconds * MICROS)
-    curves = step_curves(steps, started_at=started_at)
+    curves = step_curves(steps, started_at=started_at) | critic_curves(state)
     rewards = curves["reward_mean"]
     return {
         "run_id": config.run.id,
@@ -171,6 +172,12 @@ def step_curves(steps: Sequence[TrainStepCommitted], *, started_at: int) -> dict
         "tokens_per_second": [ratio(step.figures.get("num_tokens"), spent) for step, spent in zip(steps, seconds, strict=True)],
         "phase_seconds": {phase: [step.phase_seconds.get(phase, 0.0) for step in steps] for phase in phases},
     }
+
+
+def critic_curves(state: RunState) -> dict[str, Any]:
+    """Return the critic's curves, one entry per train step, None where it has not learned from one; nothing where there is no critic."""
+    names = dict.fromkeys(name for figures in state.critic_figures.values() for name in figures)
+    return {name: [finite(state.critic_figures.get(step.train_step, {}).get(name)) for step in state.steps] for name in names}
 
 
 def step_seconds(steps: Sequence[TrainStepCommitted], *, started_at: int) -> list[float]:

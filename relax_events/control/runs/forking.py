@@ -22,7 +22,7 @@ from relax_events.pipeline.source_run import SourceRun
 
 RUN_FILE = "run-file.json"
 NEWEST = -1
-SAME_FOR_VERIFYING = ("algorithm", "trainer", "model")
+SAME_FOR_VERIFYING = ("algorithm", "critic", "trainer", "model")
 
 
 @dataclass(frozen=True, slots=True)

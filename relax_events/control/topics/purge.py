@@ -5,6 +5,7 @@ A record may go when all of these say so, and the lowest offset counts:
     versions    it lies below the start of the oldest retained version of its slot
     groups      every role that reads it has committed an offset behind it
     recovery    no step behind the newest usable checkpoint was trained on it, and the trainer reads on behind it
+    critic      (where there is one) no step behind its newest checkpoint was trained on it
     seats       (prompt queue) its seat was trained, for a version that is not retained
 
 Control topics stay: they are the ledger.

@@ -18,6 +18,8 @@ from relax_events.config import RunConfig
 from relax_events.control.run_log import RunLog
 from relax_events.control.topics.purge import (
     QUEUE,
+    TRAINED_FROM,
+    Bounds,
     Cut,
     QueuedGroup,
     apply_cuts,
@@ -43,6 +45,7 @@ from relax_events.events.types import (
 from relax_events.objects import ObjectStore
 from relax_events.policy import Place as Seat
 from relax_events.topics import TopicPlan
+from relax_events.training.critic_checkpoints import critic_checkpoints
 
 log = structlog.get_logger()
 SAMPLED_RECORDS = 20
@@ -118,7 +121,7 @@ class Purger:
         usable = self._usable_checkpoint(books)
         version = usable.policy_version if usable else 0
         recovery = recovery_bounds(self._plan, books.steps, checkpoint_version=version, positions=books.positions)
-        return cuts_within(begins, wanted, group_bounds(self._config, self._admin) | {"recovery": recovery})
+        return cuts_within(begins, wanted, group_bounds(self._config, self._admin) | {"recovery": recovery} | self._critic_bounds(books))
 
     def purge(self, cuts: list[Cut]) -> Counter[str]:
         """Delete what the cuts say; return how many records went, by entity."""
@@ -161,6 +164,16 @@ class Purger:
         except (CorruptRecord, SchemaError):
             return None
         return event if isinstance(event, PromptGroupIssued) else None
+
+    def _critic_bounds(self, books: PurgeBooks) -> dict[str, Bounds]:
+        """Return below which offsets a critic that starts anew reads nothing; all is held while it has no checkpoint."""
+        if "critic" not in self._config.roles():
+            return {}
+        digests = {step.policy_version: step.weights_digest for step in books.steps}
+        newest = next(critic_checkpoints(self._store, digests=digests), None)
+        consumed = newest.consumed if newest else {}
+        topic = self._plan.topic(TRAINED_FROM)
+        return {"critic's steps": {(topic, partition): consumed.get(partition, 0) for partition in range(self._plan.num_sample_partitions)}}
 
     def _usable_checkpoint(self, books: PurgeBooks) -> CheckpointRef | None:
         """Return the newest checkpoint that is there whole: its manifest as committed, and every shard that it names."""

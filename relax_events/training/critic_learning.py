@@ -1,0 +1,166 @@
+"""How a critic learns: a second learner on the run's own log.
+
+    control.train-steps ──▶ the batch of each committed step, from advantage.samples ──▶ returns = advantages + values ──▶ value loss, AdamW
+                                                                                                            │
+    control.metrics ◀── figures of the step                    checkpoint in the object store, now and then ◀┘
+
+What it knows is a function of the log and of where it began, so nothing has to be committed: one that starts anew loads its newest
+checkpoint and learns from the later steps again, with the same bits on the CPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+from relax_events.broker.consumer import LogReader
+from relax_events.broker.deadline import Deadline
+from relax_events.errors import BrokerUnavailable, ObjectError, PoisonSample, RunFailed
+from relax_events.events.types import MetricsReported, TrainStepCommitted
+from relax_events.objects import ObjectStore
+from relax_events.pipeline.failpoints import failpoint
+from relax_events.pipeline.source_run import SourceRun
+from relax_events.pipeline.worker import Worker
+from relax_events.training.checkpoints import Checkpoints
+from relax_events.training.critic_checkpoints import FOLDER, critic_checkpoints
+from relax_events.training.packing import pack_order, plain
+from relax_events.training.pending_checkpoint import PendingCheckpoint
+from relax_events.training.protocol import Critic, ValueFigures
+from relax_events.training.ranks import SingleRank
+from relax_events.training.recorded_batches import RecordedBatch, RecordedBatches
+from relax_events.training.source_steps import SourceSteps
+
+log = structlog.get_logger()
+TURN_SECONDS = 0.5
+STEP_SECONDS = 30.0
+"""A published version's step, which was committed with it, is readable well before this."""
+REMEDY = "the critic has to learn from them: keep more with run.retain_versions, or train on as a fork"
+
+
+class CriticLearning:
+    """See the module's docstring. Use it as a context manager."""
+
+    def __init__(self, worker: Worker, critic: Critic, store: ObjectStore) -> None:
+        """Go on from the newest checkpoint, and learn from every step that is committed by now, unless the drain comes first.
+
+        Raises:
+            ConfigError: Records of a step are gone.
+            RunFailed: A step can't be learned from.
+        """
+        self._worker, self._critic = worker, critic
+        self._checkpoints = Checkpoints(store, ranks=SingleRank(), keep=worker.config.trainer.keep_checkpoints, folder=FOLDER)
+        self._pending: PendingCheckpoint | None = None
+        self._consumed: dict[int, int] = {}
+        digests = self._recorded_digests()
+        self._restore(store, digests)
+        own = SourceRun(worker.config, worker.plan, worker.connection)
+        first, last = critic.policy_version, worker.config.last_version
+        batches = RecordedBatches(worker, SingleRank())
+        self._steps = SourceSteps(own, batches, first=first, last=last, decode=lambda record: worker.codec.decode(record.value), remedy=REMEDY)
+        self._learn_to(max(digests, default=first), or_drain=True)
+
+    def before(self, policy_version: int) -> int:
+        """Learn from every step that led to a policy version, and return the version that the critic has come to: this one, or a newer.
+
+        Raises:
+            BrokerUnavailable: A step of a version that is published can't be read.
+        """
+        self._learn_to(policy_version, or_drain=False)
+        return self._critic.policy_version
+
+    def turn(self) -> None:
+        """Learn from the next step if it is there."""
+        if self._steps.has_next(timeout_seconds=0.0):
+            self._learn(self._steps.take())
+        self._poll_checkpoint()
+
+    def _recorded_digests(self) -> dict[int, bytes]:
+        place, digests = (self._worker.plan.topic("control.train-steps"), 0), {}
+        reader = LogReader(self._worker.connection)
+        try:
+            for record in reader.stream({place: reader.watermarks(*place)}):
+                step = self._worker.decode(record)
+                if isinstance(step, TrainStepCommitted):
+                    digests[step.policy_version] = step.weights_digest
+        finally:
+            reader.close()
+        return digests
+
+    def _restore(self, store: ObjectStore, digests: Mapping[int, bytes]) -> None:
+        for found in critic_checkpoints(store, digests=digests):
+            try:
+                self._critic.load_state(self._checkpoints.load(found.reference).state)
+            except ObjectError as error:
+                log.warning("critic_checkpoint.unusable", uri=found.reference.uri, error=str(error))
+                continue
+            self._consumed = dict(found.consumed)
+            log.info("checkpoint.loaded", policy_version=self._critic.policy_version)
+            return
+
+    def _learn_to(self, policy_version: int, *, or_drain: bool) -> None:
+        deadline = Deadline(STEP_SECONDS)
+        while self._critic.policy_version < policy_version and not (or_drain and self._worker.drain.requested):
+            if self._steps.has_next(timeout_seconds=TURN_SECONDS):
+                self._learn(self._steps.take())
+                deadline = Deadline(STEP_SECONDS)
+            elif deadline.passed:
+                missing = f"train step {self._critic.policy_version}, which led to policy version {policy_version},"
+                raise BrokerUnavailable(f"{missing} can't be read from control.train-steps after {STEP_SECONDS:g} s; is the broker down?")
+            self._worker.tick(working=True)
+
+    def _learn(self, batch: RecordedBatch) -> None:
+        """Train on a step's samples, in recorded order and cut by our own budget, so that the result is the same each time."""
+        started, samples = time.monotonic(), [placed.sample for placed in batch.samples]
+        lengths = [len(plain(sample, "tokens")) for sample in samples]
+        try:
+            for part in pack_order(lengths, max_tokens=self._worker.config.trainer.max_tokens_per_micro_batch):
+                self._critic.accumulate(samples[part])
+                self._worker.tick(working=True)
+        except PoisonSample as error:
+            raise RunFailed(
+                f"the critic can't learn from train step {batch.step.train_step}: {error}; was it made under another run file?"
+            ) from error
+        figures = self._critic.step()
+        failpoint("critic.learning")
+        for at in batch.step.consumed:
+            self._consumed[at.partition] = max(at.offset, self._consumed.get(at.partition, 0))
+        self._report(figures)
+        self._save_checkpoint(batch.step)
+        self._worker.metrics.tokens(sum(lengths))
+        self._worker.finished(len(samples), started)
+
+    def _report(self, figures: ValueFigures) -> None:
+        worker, version = self._worker, self._critic.policy_version
+        lag = max(worker.control.policy_version - version, 0)
+        worker.beats.policy_version = version
+        worker.metrics.learned(value_loss=figures.value_loss, explained_variance=figures.explained_variance, version_lag=lag)
+        values = {**asdict(figures), "critic_version_lag": float(lag)}
+        event = MetricsReported(worker_id=worker.worker_id, role=worker.role, policy_version=version, values=values)
+        worker.producer.send(worker.outbound("control.metrics", event, key=worker.worker_id))
+        log.info("critic_step.learned", train_step=version - 1, **{name: round(value, 6) for name, value in values.items()})
+
+    def _save_checkpoint(self, step: TrainStepCommitted) -> None:
+        """Start a checkpoint when one is due. It becomes real with its manifest, once all of it is in the store."""
+        self._poll_checkpoint()
+        if step.policy_version % self._worker.config.trainer.checkpoint_every or self._pending is not None:
+            return
+        extra = {"weights_digest": step.weights_digest.hex(), "consumed": sorted(self._consumed.items())}
+        self._pending = self._checkpoints.save(self._critic.state(), extra=extra)
+
+    def _poll_checkpoint(self) -> None:
+        if self._pending is not None and (reference := self._pending.poll()) is not None:
+            self._pending = None
+            self._checkpoints.prune(reference)
+            log.info("checkpoint.written", policy_version=reference.policy_version)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._checkpoints.close()
+        self._steps.close()

@@ -1,0 +1,118 @@
+"""The critic of the trainer backend `torch`: a value model on one device, with an optimizer of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from relax_events.algorithms.value_loss import value_losses
+from relax_events.config import RunConfig
+from relax_events.errors import RunFailed
+from relax_events.events.types import SampleReady
+from relax_events.models.causal_lm import choose_device
+from relax_events.training.flat_parameters import FlatParameters
+from relax_events.training.packing import TokenSequence, loss_values, pack
+from relax_events.training.protocol import TrainerState, ValueFigures
+from relax_events.training.scoring import score_apart
+from relax_events.training.torch_backend import make_deterministic, scheduled_learning_rate
+from relax_events.training.value_model import ValueModel
+
+
+class TorchCritic:
+    """Implements `Critic`. On the CPU the same micro-batches in the same order give the same bits."""
+
+    def __init__(self, config: RunConfig, *, dtype: torch.dtype | None = None) -> None:
+        """Load the critic of a run as it is before its first step.
+
+        Args:
+            config: The run.
+            dtype: Of the weights instead of `model.dtype`, for proofs in float64.
+        Raises:
+            ConfigError: The model can't be loaded.
+        """
+        critic, model = config.critic, config.model
+        device = choose_device(model.device)
+        make_deterministic(device, threads=critic.threads)
+        self.policy_version = config.first_version
+        self._num_steps, self._value_clip = config.run.num_steps, critic.value_clip
+        self._trainer = config.trainer.model_copy(update={"learning_rate": critic.learning_rate or config.trainer.learning_rate})
+        self._model = ValueModel(critic.model_path or model.path, config=model, device=device, dtype=dtype)
+        self._flat = FlatParameters(self._model.module, config=self._trainer)
+        self._sums: list[Tensor] = []
+        self._targets: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = []
+
+    def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
+        """Run forward and backward on a micro-batch; see `Critic`."""
+        model = self._model
+        batch = pack(micro_batch, vocab_size=model.vocab_size, share_rows=model.shares_rows)
+        advantages, old = (loss_values(micro_batch, field).astype(np.float64) for field in ("advantages", "values"))
+        if not len(old):
+            return
+        values = model.token_values(batch)
+        old_values, returns = (torch.from_numpy(array).to(values) for array in (old, advantages + old))
+        losses = value_losses(values, old_values=old_values, returns=returns, value_clip=self._value_clip)
+        losses.losses.sum().backward()
+        self._sums.append(torch.stack([row.detach().double().sum() for row in (losses.losses, losses.clipped)]))
+        self._targets.append((old, advantages + old))
+
+    def step(self) -> ValueFigures:
+        """Normalise, clip, update; see `Critic`."""
+        step, self._sums, sums = self.policy_version, [], self._sums
+        self._targets, targets = [], self._targets
+        if not targets:
+            raise RunFailed(f"train step {step} holds no loss token; do its samples have completions?")
+        old, returns = (np.concatenate(arrays) for arrays in zip(*targets, strict=True))
+        loss, clipped = (torch.stack(sums).sum(dim=0).cpu().numpy() / len(old)).tolist()
+        grad_norm = self._flat.normalise_gradients(len(old))
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            self._flat.zero_gradients()
+            raise RunFailed(
+                f"train step {step}: the critic's loss and gradient must be finite, got {loss} and {grad_norm}; its weights are those "
+                "before the step; lower critic.learning_rate or look at the step's rewards and values"
+            )
+        learning_rate = scheduled_learning_rate(self._trainer, step=step, num_steps=self._num_steps)
+        self._flat.update(learning_rate=learning_rate, gradient_scale=min(1.0, self._trainer.max_grad_norm / (grad_norm + 1e-6)))
+        self.policy_version += 1
+        return ValueFigures(
+            value_loss=loss,
+            value_clip_fraction=clipped,
+            explained_variance=explained_variance(old, returns=returns),
+            value_mean=float(old.mean()),
+            return_mean=float(returns.mean()),
+            value_grad_norm=grad_norm,
+            value_learning_rate=learning_rate,
+        )
+
+    def score(self, samples: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
+        """Give the value at every loss token; see `Critic`. On one CPU thread the same bits whatever is scored beside a sample."""
+        model = self._model
+        return score_apart(samples, max_tokens=self._trainer.max_tokens_per_micro_batch, vocab_size=model.vocab_size, evaluate=model.token_values)
+
+    def state(self) -> TrainerState:
+        """Show weights in master precision and AdamW's moments; see `Critic`."""
+        return TrainerState(policy_version=self.policy_version, tensors=self._flat.tensors())
+
+    def load_state(self, state: TrainerState) -> None:
+        """Go on from a state; see `Critic`."""
+        self._flat.load(state.tensors)
+        self._sums, self._targets = [], []
+        self.policy_version = state.policy_version
+
+
+def explained_variance(values: NDArray[np.float64], *, returns: NDArray[np.float64]) -> float:
+    """Return which share of the returns' variance the values knew: 1 - var(returns - values) / var(returns).
+
+    1 is a critic that knew all, 0 one that gave a constant, and below that it misled. Where all returns are equal there is nothing to
+    know, and it is 0.
+
+    Args:
+        values: As recorded, of every loss token of a step.
+        returns: What came.
+    """
+    variance = float(returns.var())
+    return 1.0 - float((returns - values).var()) / variance if variance > 0 else 0.0

@@ -1,0 +1,84 @@
+"""A value model: a policy's architecture with a scalar head. Packed micro-batch in, values at its loss tokens out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from relax_events.config import ModelConfig
+from relax_events.models.causal_lm import load_causal_lm
+from relax_events.training.packing import PackedBatch
+from relax_events.training.policy_model import NEIGHBOURS, probe
+
+ISOLATION_TOLERANCE = {torch.bfloat16: 5e-2, torch.float32: 1e-4, torch.float64: 1e-4}
+"""Relative to the largest hidden state; a leak between packed samples is far larger."""
+
+
+class ValueNetwork(nn.Module):
+    """A language model without its output head, and a scalar head that begins at zero: at first every value is 0."""
+
+    def __init__(self, backbone: nn.Module, *, hidden_size: int) -> None:
+        """Take over a backbone, with its dtype and device.
+
+        Args:
+            backbone: Gives `last_hidden_state`.
+            hidden_size: Of it.
+        """
+        super().__init__()
+        self.backbone = backbone
+        example = next(backbone.parameters())
+        self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=example.dtype, device=example.device))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=example.dtype, device=example.device))
+
+    def hidden(self, input_ids: Int[Tensor, "rows length"], position_ids: Int[Tensor, "rows length"]) -> Float[Tensor, "rows length hidden"]:
+        """Run the backbone."""
+        # No mask and no cache: with either, transformers 5 lets packed neighbours attend to each other.
+        states: Tensor = self.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        return states
+
+    def head(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, " tokens"]:
+        """Give a value for each hidden state, in at least float32."""
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        # Row by row, not a matrix product, whose order of summation depends on how many rows there are.
+        values: Tensor = (hidden.to(dtype) * self.weight.to(dtype)).sum(-1) + self.bias.to(dtype)
+        return values
+
+
+class ValueModel:
+    """The network on one device. A sample gets a row of its own where two short sequences show that packed neighbours don't stay apart."""
+
+    def __init__(self, path: Path, *, config: ModelConfig, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        """Load the backbone from a folder; nothing is fetched.
+
+        Args:
+            path: A causal language model in Hugging Face layout; its output head is not used.
+            config: The attention implementation, and the dtype unless another is given.
+            device: Where the weights go.
+            dtype: Of the weights, for proofs in float64.
+        Raises:
+            ConfigError: The folder is missing or holds no causal language model.
+        """
+        self.device = device
+        self.dtype = dtype or getattr(torch, config.dtype)
+        loaded = load_causal_lm(path, attention=config.attention, dtype=self.dtype, device=device)
+        self.module = ValueNetwork(loaded.base_model, hidden_size=loaded.config.get_text_config().hidden_size)
+        self.vocab_size = len(loaded.get_input_embeddings().get_parameter("weight"))
+        self.shares_rows = self._keeps_neighbours_apart()
+
+    def token_values(self, batch: PackedBatch) -> Float[Tensor, " loss_tokens"]:
+        """Run a micro-batch and give the value at each of its loss tokens: of what stands before the token.
+
+        Args:
+            batch: From `packing.pack`, with this model's `vocab_size` and `shares_rows`.
+        """
+        arrays = (batch.input_ids, batch.position_ids, batch.loss_positions)
+        input_ids, position_ids, positions = (torch.from_numpy(array).to(self.device) for array in arrays)
+        return self.module.head(self.module.hidden(input_ids, position_ids).flatten(0, 1).index_select(0, positions))
+
+    @torch.no_grad()
+    def _keeps_neighbours_apart(self) -> bool:
+        together, alone = (self.module.hidden(*probe(positions, vocab_size=self.vocab_size, device=self.device))[0] for positions in NEIGHBOURS)
+        return bool((together[5:] - alone).abs().max() < ISOLATION_TOLERANCE[self.dtype] * alone.abs().max())

@@ -1,0 +1,106 @@
+"""PPO through the command line: a critic that learns from the run's own log gives values, and what it gave can be trained on again."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+from command_line import FinishedRun, Relax, call_relax, log_of, report_of
+from conftest import run_file_text
+
+from relax_events.algorithms.gae import GroupValues, generalised_advantages
+from relax_events.broker.connection import Connection
+from relax_events.broker.consumer import LogReader
+from relax_events.config import load_run_config
+from relax_events.events.codec import EventCodec
+from relax_events.events.types import Event, SampleEvaluated, SampleReady
+from relax_events.topics import TopicPlan
+
+pytestmark = pytest.mark.timeout(300)
+PPO = """
+[algorithm]
+name = "ppo"
+
+[critic]
+learning_rate = 1e-2
+warmup_steps = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def ppo_run(prepared: Path, bootstrap_servers: str, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """Return a finished run of three steps, strictly on-policy."""
+    folder = tmp_path_factory.mktemp("ppo")
+    run_file = folder / "run.toml"
+    more = f'directory = "{folder / ".relax"}"\nmode = "sync"\nmax_staleness = 0'
+    text = run_file_text(prepared, f"t-{uuid.uuid4().hex[:12]}", more=more)
+    run_file.write_text(f'{text}{PPO}\n[broker]\nbootstrap_servers = "{bootstrap_servers}"\n')
+    ended = call_relax("run", run_file, cwd=folder, timeout_seconds=200)
+    assert ended.code == 0, ended.err
+    return FinishedRun(run_file, load_run_config(run_file, environment={}))
+
+
+def events(run: FinishedRun, entity: str) -> list[Event]:
+    plan, codec = TopicPlan.of(run.config), EventCodec()
+    reader = LogReader(Connection.of(run.config.broker, client_id="test"))
+    places = [(plan.topic(entity), partition) for partition in range(plan.num_sample_partitions)]
+    found = [codec.decode(record.value) for record in reader.read_to_end(places)]
+    reader.close()
+    return found
+
+
+def test_critic_has_learned_as_long_as_the_policy_that_it_judges(ppo_run: FinishedRun) -> None:
+    folder, run_id = ppo_run.run_file.parent, ppo_run.config.run.id
+    report = report_of(folder, run_id)
+    assert report["succeeded"]
+    assert (report["samples_lost"], report["samples_trained_twice"], report["ledger_problems"]) == (0, 0, [])
+    evaluated = [event for event in events(ppo_run, "critic.values") if isinstance(event, SampleEvaluated)]
+    assert len(evaluated) == 3 * 16
+    assert {(event.evaluator, event.policy_version - event.evaluator_version) for event in evaluated} == {("critic", 0)}
+    assert all(np.any(event.values) == (event.policy_version > 0) for event in evaluated)
+    learned = [line for line in log_of(folder, run_id, "critic-0") if line["event"] == "critic_step.learned"]
+    assert [line["train_step"] for line in learned][:2] == [0, 1]
+    assert all(line["critic_version_lag"] == 0 for line in learned)
+    lines = [orjson.loads(line) for line in (ppo_run.config.run_directory / "metrics.jsonl").read_bytes().splitlines()]
+    assert {line["policy_version"] for line in lines if "value_loss" in line} >= {1, 2}
+
+
+def test_advantages_are_those_of_the_recorded_values(ppo_run: FinishedRun) -> None:
+    values = {event.sample_id: event.values for event in events(ppo_run, "critic.values") if isinstance(event, SampleEvaluated)}
+    ready = [event for event in events(ppo_run, "advantage.samples") if isinstance(event, SampleReady)]
+    assert len(ready) == 3 * 16
+    for sample in ready:
+        mask = np.asarray(sample.loss_mask, bool)
+        np.testing.assert_array_equal(np.asarray(sample.values), values[sample.sample_id])
+        rewards = np.zeros((1, mask.sum()))
+        rewards[0, -1] = sample.reward
+        given = generalised_advantages(GroupValues(rewards, np.asarray(sample.values, np.float64)[None, mask]), gamma=1.0, gae_lambda=0.95)
+        np.testing.assert_allclose(np.asarray(sample.advantages)[mask], given[0], rtol=1e-6)
+
+
+def test_policy_waits_while_only_the_critic_learns(ppo_run: FinishedRun) -> None:
+    report = report_of(ppo_run.run_file.parent, ppo_run.config.run.id)
+    rates, digests = report["curves"]["learning_rate"], report["weights_digests"]
+    assert rates == [0.0, 1e-3, 1e-3]
+    assert len(set(digests)) == len(digests) == 3
+
+
+@pytest.mark.long
+def test_replay_needs_no_critic_where_values_were_recorded(
+    relax: Relax, ppo_run: FinishedRun, finished_run: FinishedRun, run_id: str, tmp_path: Path
+) -> None:
+    where = ("--bootstrap-servers", ppo_run.config.broker.bootstrap_servers, "--directory", str(tmp_path / ".relax"))
+    source = ppo_run.config.run.id
+    verified = relax("runs", "replay", source, f"{run_id}-same", "--verify", *where, timeout_seconds=200)
+    assert verified.code == 0, verified.err
+    other = relax("runs", "replay", source, f"{run_id}-other", "algorithm.gae_lambda=0.5", *where, timeout_seconds=200)
+    assert other.code == 0, other.err
+    first, second = (report_of(tmp_path, f"{run_id}-{name}") for name in ("same", "other"))
+    assert first["weights_digests"] == report_of(ppo_run.run_file.parent, source)["weights_digests"]
+    assert first["curves"]["grad_norm"] != second["curves"]["grad_norm"]
+    refused = relax("runs", "replay", finished_run.config.run.id, f"{run_id}-none", "algorithm.name=ppo", *where, timeout_seconds=200)
+    assert refused.code != 0
+    assert "lacks the critic's values" in refused.err

@@ -1,0 +1,140 @@
+"""A critic that learns from a log: on through restarts with the same bits, and what it has not read is not purged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from event_samples import ready
+from written_run import CODEC, WrittenRun
+
+from relax_events.broker.admin import Admin
+from relax_events.config import RunConfig
+from relax_events.control.topics.purger import PurgeBooks, Purger
+from relax_events.errors import ConfigError, RunFailed
+from relax_events.events.types import TopicOffset, TrainStepCommitted
+from relax_events.models.tiny import make_tiny
+from relax_events.objects import ObjectStore
+from relax_events.pipeline.worker import Worker
+from relax_events.training.critic_learning import CriticLearning
+from relax_events.training.torch_critic import TorchCritic
+from workers.opening import StoreClaimCheck
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("model"), corpus=["12=21"], hidden_size=32, num_layers=1)
+
+
+@pytest.fixture
+def run(apply_run: Callable[..., RunConfig], model: Path) -> Iterator[WrittenRun]:
+    config = apply_run(
+        run={"max_staleness": 1, "num_steps": 20},
+        broker={"shards": 1},
+        model={"path": str(model), "device": "cpu"},
+        algorithm={"name": "ppo"},
+        trainer={"checkpoint_every": 2, "keep_checkpoints": 2, "max_tokens_per_micro_batch": 8},
+    )
+    written = WrittenRun(config)
+    written.publish(0)
+    yield written
+    written.close()
+
+
+def train_steps(run: WrittenRun, first: int, last: int, **changes: Any) -> list[TrainStepCommitted]:
+    """Write steps of one prompt group each, with values that differ from sample to sample."""
+    steps = []
+    for step in range(first, last):
+        group_id, generator = f"{step:06d}-0000-0", np.random.default_rng(step)
+        places = []
+        for index in range(4):
+            numbers = {name: np.array([0, 0, *generator.normal(size=2)], np.float32) for name in ("advantages", "values")}
+            run.write_sample("advantage.samples", replace(ready(group_id, index, version=step, of=4), **numbers | changes))
+            place = (run.plan.topic("advantage.samples"), run.plan.partition(group_id, step))
+            places.append((place[1], run.end_offset(place) - 1))
+        partitions, offsets = (np.array(column) for column in zip(*places, strict=True))
+        steps.append(run.commit(
+            step,
+            prompt_group_ids=[group_id],
+            sample_ids=[f"{group_id}/{index}" for index in range(4)],
+            partitions=partitions.astype(np.int32),
+            offsets=offsets.astype(np.int64),
+            ranks=np.zeros(4, np.int32),
+            micro_batches=np.zeros(4, np.int32),
+            consumed=[TopicOffset(run.plan.topic("advantage.samples"), places[-1][0], places[-1][1] + 1)],
+            weights_digest=bytes([step]) * 32,
+        ))  # fmt: skip
+    return steps
+
+
+@contextmanager
+def learning(run: WrittenRun, folder: Path) -> Iterator[tuple[TorchCritic, CriticLearning, Worker]]:
+    """Start a critic with its checkpoints in a folder."""
+    store = ObjectStore.open(folder.as_uri())
+    with Worker("critic", run.config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)) as worker:
+        worker.follow()
+        critic = TorchCritic(run.config)
+        with CriticLearning(worker, critic, store) as learner:
+            yield critic, learner, worker
+
+
+def tensors(critic: TorchCritic) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in critic.state().tensors.items()}
+
+
+def test_critic_that_was_killed_has_the_bits_of_one_that_was_not(run: WrittenRun, tmp_path: Path) -> None:
+    train_steps(run, 0, 3)
+    with learning(run, tmp_path / "killed") as (critic, learner, _):
+        assert critic.policy_version == 3
+        before = tensors(critic)
+        assert learner.before(2) == 3
+        learner.turn()
+    train_steps(run, 3, 5)
+    with learning(run, tmp_path / "killed") as (critic, learner, worker):
+        assert critic.policy_version == 5
+        train_steps(run, 5, 6)
+        assert learner.before(6) == 6
+        resumed = tensors(critic)
+        assert "relax_critic_explained_variance_ratio" in worker.metrics.exposition().decode()
+    with learning(run, tmp_path / "whole") as (critic, _, _):
+        whole = tensors(critic)
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
+    assert not all(torch.equal(before[name], tensor) for name, tensor in whole.items())
+
+
+def test_what_the_critic_has_not_read_stays_on_the_log(run: WrittenRun, tmp_path: Path) -> None:
+    store, books = ObjectStore.open(tmp_path.as_uri()), PurgeBooks()
+    for step in train_steps(run, 0, 5):
+        books.note(step)
+    purger = Purger(run.config, run.connection, store, CODEC)
+    assert {name: set(bounds.values()) for name, bounds in purger._critic_bounds(books).items()} == {"critic's steps": {0}}
+    with learning(run, tmp_path) as (_, learner, _):
+        if learner._pending is not None:
+            learner._pending.wait(10.0)  # the checkpoint of version 4
+    # Its newest checkpoint is that of version 4, so the four records of each of the steps 0 to 3 are read: those of step 4 stay.
+    topic = run.plan.topic("advantage.samples")
+    read = {(topic, run.plan.partition(f"{step:06d}-0000-0", step)): 0 for step in range(3)}
+    for step in range(4):
+        read[topic, run.plan.partition(f"{step:06d}-0000-0", step)] += 4
+    assert purger._critic_bounds(books) == {"critic's steps": read}
+    purger.close()
+
+
+def test_records_that_are_gone_are_named_with_the_remedy(run: WrittenRun, tmp_path: Path, admin: Admin) -> None:
+    train_steps(run, 0, 2)
+    topic = run.plan.topic("advantage.samples")
+    admin.delete_records([TopicOffset(topic, run.plan.partition("000000-0000-0", 0), 3)])
+    with pytest.raises(ConfigError, match=r"can't be trained again: .*was purged.*the critic has to learn from them"), learning(run, tmp_path):
+        pass
+
+
+def test_step_without_values_can_not_be_learned_from(run: WrittenRun, tmp_path: Path) -> None:
+    train_steps(run, 0, 1, values=None)
+    with pytest.raises(RunFailed, match=r"the critic can't learn from train step 0: sample 000000-0000-0/0 has no values"), learning(run, tmp_path):
+        pass

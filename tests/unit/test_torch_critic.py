@@ -1,0 +1,191 @@
+"""The torch critic against a plain, padded value model written from the formulas."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_
+from transformers import AutoModelForCausalLM
+
+from relax_events.config import RunConfig
+from relax_events.errors import PoisonSample, RunFailed, WeightsError
+from relax_events.training.protocol import TrainerState
+from relax_events.training.torch_critic import TorchCritic, explained_variance
+from tests.unit.trainer_samples import changed, make_samples, run_config, tiny_model
+
+
+def with_values(samples, seed=0):
+    generator = np.random.default_rng(seed)
+    values = [np.where(sample.loss_mask, generator.normal(0, 0.1, len(sample.tokens)), 0).astype(np.float32) for sample in samples]
+    return [changed(sample, values=one) for sample, one in zip(samples, values, strict=True)]
+
+
+SAMPLES = with_values(make_samples(7, seed=1))
+PARTS = [[SAMPLES], [SAMPLES[:3], SAMPLES[3:4], SAMPLES[4:]], [[sample] for sample in SAMPLES]]
+
+
+def critic(dtype=torch.float64, **section):
+    tree = run_config(trainer={"max_grad_norm": 0.5, "weight_decay": 0.01}).model_dump()
+    return TorchCritic(RunConfig.model_validate(tree | {"critic": {"learning_rate": 1e-2} | section}), dtype=dtype)
+
+
+def train(mine, parts, steps=1):
+    for _ in range(steps):
+        for part in parts:
+            mine.accumulate(part)
+        figures = mine.step()
+    return figures
+
+
+def snapshot(mine):
+    state = mine.state()
+    return TrainerState(policy_version=state.policy_version, tensors={name: tensor.clone() for name, tensor in state.tensors.items()})
+
+
+class PaddedCritic:
+    """One padded batch, one scalar head, the loss as the paper has it."""
+
+    def __init__(self, value_clip):
+        self.model = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float64).eval().base_model
+        self.head = torch.nn.Linear(32, 1, dtype=torch.float64)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+        named = [*self.model.named_parameters(), ("weight", self.head.weight), ("bias", self.head.bias)]
+        decayed = [value for name, value in named if value.ndim >= 2 and name != "weight"]
+        others = [value for name, value in named if value.ndim < 2 or name == "weight"]
+        groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+        self.parameters, self.value_clip = [value for _, value in named], value_clip
+
+    def values(self, sample):
+        hidden = self.model(input_ids=torch.from_numpy(np.array(sample.tokens)).long()[None]).last_hidden_state[0]
+        return self.head(hidden)[:-1, 0][torch.from_numpy(np.array(sample.loss_mask[1:])).bool()]
+
+    def step(self, samples):
+        masks = [np.array(sample.loss_mask, bool) for sample in samples]
+        old, advantages = (
+            torch.from_numpy(np.concatenate([getattr(s, field)[m] for s, m in zip(samples, masks, strict=True)])).double()
+            for field in ("values", "advantages")
+        )
+        returns, values = old + advantages, torch.cat([self.values(sample) for sample in samples])
+        clipped = old + torch.clamp(values - old, -self.value_clip, self.value_clip)
+        squares = (values - returns) ** 2
+        loss = 0.5 * (torch.maximum(squares, (clipped - returns) ** 2) if self.value_clip else squares).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = clip_grad_norm_(self.parameters, 0.5)
+        self.optimizer.step()
+        return {
+            "value_loss": loss.item(),
+            "value_grad_norm": norm.item(),
+            "explained_variance": 1 - (returns - old).var().item() / returns.var().item(),
+            "value_mean": old.mean().item(),
+            "return_mean": returns.mean().item(),
+        }
+
+
+@pytest.mark.parametrize("value_clip", [0.0, 0.05])
+def test_steps_equal_a_padded_implementation(value_clip):
+    mine, other = critic(value_clip=value_clip), PaddedCritic(value_clip)
+    for _ in range(4):
+        figures, expected = train(mine, PARTS[1]), other.step(SAMPLES)
+        assert {name: getattr(figures, name) for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-9)
+        assert figures.value_learning_rate == 1e-2
+    assert mine.policy_version == 4
+    for sample, values in zip(SAMPLES, mine.score(SAMPLES), strict=True):
+        mask = np.array(sample.loss_mask, bool)
+        np.testing.assert_allclose(values[mask], other.values(sample).detach().numpy(), atol=1e-4)
+        assert not values[~mask].any()
+
+
+def test_values_are_zero_before_the_first_step():
+    assert not any(values.any() for values in critic().score(SAMPLES))
+
+
+def test_step_does_not_depend_on_how_it_was_cut():
+    trained = [critic() for _ in PARTS]
+    figures = [train(mine, parts, steps=2) for mine, parts in zip(trained, PARTS, strict=True)]
+    for mine, other in zip(trained[1:], figures[1:], strict=True):
+        assert other.value_loss == pytest.approx(figures[0].value_loss, rel=1e-11)
+        assert other.value_grad_norm == pytest.approx(figures[0].value_grad_norm, rel=1e-9)
+        for name, tensor in mine.state().tensors.items():
+            torch.testing.assert_close(tensor, trained[0].state().tensors[name], rtol=0, atol=1e-9)
+
+
+def test_restored_critic_goes_on_with_the_same_bits():
+    whole, first = critic(None), critic(None)
+    train(whole, PARTS[1], steps=4)
+    train(first, PARTS[1], steps=2)
+    second = critic(None)
+    second.load_state(snapshot(first))
+    assert second.policy_version == 2
+    train(second, PARTS[1], steps=2)
+    for name, tensor in second.state().tensors.items():
+        assert torch.equal(tensor, whole.state().tensors[name])
+
+
+def test_values_are_the_same_bits_in_any_company():
+    mine = critic(None)
+    train(mine, PARTS[0], steps=3)
+    together = mine.score(SAMPLES)
+    for index, sample in enumerate(SAMPLES):
+        assert mine.score([sample])[0].tobytes() == together[index].tobytes()
+
+
+def test_sample_without_values_leaves_the_rest_of_the_step_unharmed():
+    mine, clean = critic(), critic()
+    for one in (mine, clean):
+        one.accumulate(SAMPLES[:4])
+    with pytest.raises(PoisonSample, match="sample s5 has no values, and the algorithm needs them"):
+        mine.accumulate([SAMPLES[4], changed(SAMPLES[5], values=None)])
+    assert mine.step() == clean.step()
+
+
+def test_step_that_can_not_be_trained_leaves_the_weights():
+    mine = critic()
+    before = snapshot(mine)
+    with pytest.raises(RunFailed, match="train step 0 holds no loss token"):
+        mine.step()
+    mine._flat.gradients.fill_(float("nan"))
+    mine.accumulate(SAMPLES)
+    with pytest.raises(RunFailed, match=r"train step 0: the critic's loss and gradient must be finite.*lower critic\.learning_rate"):
+        mine.step()
+    assert all(torch.equal(tensor, before.tensors[name]) for name, tensor in mine.state().tensors.items())
+    assert train(mine, PARTS[0]) == train(critic(), PARTS[0])
+
+
+def test_state_of_another_model_is_refused():
+    state = critic().state()
+    tensors = {name: tensor for name, tensor in state.tensors.items() if name != "model.bias"}
+    with pytest.raises(WeightsError, match=r"model\.bias is only in the model"):
+        critic().load_state(TrainerState(policy_version=1, tensors=tensors))
+
+
+def test_critic_begins_as_the_model_that_is_named(tmp_path: Path):
+    from relax_events.models.tiny import make_tiny
+
+    other = critic(model_path=make_tiny(tmp_path, corpus=["12=21"], hidden_size=64, seed=5))
+    assert other._model.module.weight.shape == (64,)
+    assert critic()._model.module.weight.shape == (32,)
+
+
+def test_critic_comes_to_know_what_follows_from_the_tokens_before():
+    # What comes is 1 behind an even token and 0 behind an odd one.
+    mine = critic(torch.float32, value_clip=0.0)
+    samples = make_samples(32, seed=7)
+    returns = [np.where(sample.loss_mask, np.roll(np.asarray(sample.tokens) % 2 == 0, 1), 0).astype(np.float32) for sample in samples]
+    for _ in range(60):
+        known = mine.score(samples)
+        mine.accumulate([changed(sample, values=old, advantages=wanted - old) for sample, old, wanted in zip(samples, known, returns, strict=True)])
+        figures = mine.step()
+    assert figures.explained_variance > 0.9
+    assert figures.value_loss < 0.02
+
+
+def test_explained_variance_says_how_much_the_values_knew():
+    returns = np.array([1.0, 2.0, 3.0, 4.0])
+    assert explained_variance(returns + 5, returns=returns) == pytest.approx(1.0)
+    assert explained_variance(np.zeros(4), returns=returns) == pytest.approx(0.0)
+    assert explained_variance(-returns, returns=returns) == pytest.approx(-3.0)
+    assert explained_variance(returns, returns=np.ones(4)) == 0.0
