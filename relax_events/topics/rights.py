@@ -28,8 +28,11 @@ ROLE_RIGHTS = {
     "reward": Rights(reads=("rollout.samples",), writes=("reward.scores",), is_member=True),
     "reference": Rights(reads=("rollout.samples",), writes=("reference.logprobs",), is_member=True),
     "actor-forward": Rights(reads=("rollout.samples",), writes=("actor.logprobs",), is_member=True),
+    "teacher": Rights(reads=("rollout.samples",), writes=("teacher.logprobs",), is_member=True),
     "advantage": Rights(
-        reads=("rollout.samples", "reward.scores", "reference.logprobs", "actor.logprobs"), writes=("advantage.samples",), is_member=True
+        reads=("rollout.samples", "reward.scores", "reference.logprobs", "actor.logprobs", "teacher.logprobs"),
+        writes=("advantage.samples",),
+        is_member=True,
     ),
     "trainer": Rights(
         reads=("advantage.samples", "control.train-steps", "control.group-outcomes"),

@@ -1,9 +1,10 @@
-"""Forward-only log-probabilities, for the roles reference and actor-forward."""
+"""Forward-only log-probabilities, for the roles reference, actor-forward and teacher."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,15 +13,20 @@ import torch
 from numpy.typing import NDArray
 
 from relax_events.config import ModelConfig
+from relax_events.events.types import SampleRolledOut
 from relax_events.models.causal_lm import choose_device
 from relax_events.training.packing import TokenSequence, pack, pack_order, padded_length, plain
 from relax_events.training.policy_model import PolicyModel
+from relax_events.training.protocol import SampleScores
+from relax_events.training.token_sets import token_ids
 from relax_events.training.torch_backend import make_deterministic
 
 if TYPE_CHECKING:
     from relax_events.weights.manifest import Weights
 
 ROW_TOKENS = 16
+NO_IDS = np.zeros((0, 0), np.int64)
+"""Stands for each sample's ids where none are given."""
 
 
 class LogprobScorer:
@@ -57,25 +63,41 @@ class LogprobScorer:
         Raises:
             PoisonSample: A sample can't be scored; the text names it.
         """
+        return [scores.logprobs for scores in self._scored(samples, [NO_IDS] * len(samples), num_best=0)]
+
+    def score_topk(self, samples: Sequence[SampleRolledOut], *, num_ids: int, choose_own: bool) -> list[SampleScores]:
+        """Give the same, and the log-probabilities of several token ids at each loss token; see `Scorer`."""
+        if choose_own:
+            return self._scored(samples, [NO_IDS] * len(samples), num_best=num_ids)
+        given = [token_ids(sample, num_ids=num_ids, vocab_size=self._model.vocab_size).astype(np.int64) for sample in samples]
+        return [replace(scores, ids=None) for scores in self._scored(samples, given, num_best=0)]
+
+    def _scored(self, samples: Sequence[TokenSequence], ids: Sequence[NDArray[np.int64]], *, num_best: int) -> list[SampleScores]:
         alike: dict[int, list[int]] = defaultdict(list)
         for index, sample in enumerate(samples):
             alike[padded_length(len(plain(sample, "tokens")), multiple=ROW_TOKENS)].append(index)
-        scores: dict[int, NDArray[np.float32]] = {}
+        scores: dict[int, SampleScores] = {}
         for length, indices in alike.items():
             for part in pack_order([length] * len(indices), max_tokens=self._max_tokens):
-                scores |= zip(indices[part], self._score_rows([samples[index] for index in indices[part]]), strict=True)
+                rows = self._score_rows([samples[index] for index in indices[part]], [ids[index] for index in indices[part]], num_best=num_best)
+                scores |= zip(indices[part], rows, strict=True)
         return [scores[index] for index in range(len(samples))]
 
-    def _score_rows(self, samples: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
+    def _score_rows(self, samples: Sequence[TokenSequence], ids: Sequence[NDArray[np.int64]], *, num_best: int) -> list[SampleScores]:
         """Score samples of one padded length, each in a row of its own: the bits of each depend on nothing but itself."""
         batch = pack(samples, vocab_size=self._model.vocab_size, share_rows=False, row_multiple=ROW_TOKENS)
+        wanted = None if ids[0] is NO_IDS else np.concatenate(ids)
         with torch.inference_mode():
-            logprobs = self._model.token_logprobs(batch).logprobs.float().cpu().numpy()
+            found = self._model.token_logprobs(batch, ids=wanted, num_best=num_best)
+        logprobs, best, best_logprobs = (
+            np.split(values.cpu().numpy(), np.cumsum(batch.num_loss_tokens)[:-1])
+            for values in (found.logprobs.float(), found.ids.int(), found.id_logprobs.float())
+        )
         masks = [plain(sample, "loss_mask").astype(bool) for sample in samples]
         scores = [np.zeros(len(mask), np.float32) for mask in masks]
-        for values, mask, piece in zip(scores, masks, np.split(logprobs, np.cumsum(batch.num_loss_tokens)[:-1]), strict=True):
+        for values, mask, piece in zip(scores, masks, logprobs, strict=True):
             values[mask] = piece
-        return scores
+        return [SampleScores(*parts) for parts in zip(scores, best, best_logprobs, strict=True)]
 
     def load_weights(self, weights: Weights) -> None:
         """Go over to another policy version; on an error the old one stays.

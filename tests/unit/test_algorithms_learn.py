@@ -16,6 +16,8 @@ from relax_events.training.ranks import SingleRank
 from relax_events.training.whole_step import step_cutoff, step_whitening
 
 NUM_TOKENS, LENGTH, GROUPS, SAMPLES = 5, 3, 8, 4
+TEACHER = np.array([0.9, 0.04, 0.03, 0.02, 0.01])
+"""Likes what is rewarded, for the algorithm that rewards are nothing to."""
 CORRECTED = {"old_logprobs": "trainer", "correction": "tis", "opsm_threshold": 0.5, "m2_threshold": 0.04}
 
 
@@ -29,6 +31,7 @@ def judged(draws: np.ndarray, logprobs: np.ndarray, judge: Judge) -> np.ndarray:
             loss_mask=np.ones(LENGTH, np.uint8),
             policy_logprobs=logprob,
             ref_logprobs=np.full(LENGTH, -np.log(NUM_TOKENS)),
+            teacher_logprobs=np.log(TEACHER)[draw],
         )
         for index, (draw, logprob) in enumerate(zip(draws, logprobs, strict=True))
     ]

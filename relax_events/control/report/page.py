@@ -16,6 +16,8 @@ CURVES = {  # figure -> title, definition
     "reward_mean": ("Reward", "mean over the step's samples; strong: moving mean"),
     "loss": ("Loss", "of the whole step, as it was differentiated"),
     "kl_estimate": ("KL", "estimate against the reference policy, nats per token"),
+    "teacher_kl": ("Distance to the teacher", "reverse KL of the engine's policy, estimated from the drawn tokens, nats per token"),
+    "distill_loss": ("Distillation", "divergence from the teacher in the loss, before its coefficient"),
     "entropy": ("Entropy", "of the policy, nats per token"),
     "grad_norm": ("Gradient norm", "over all parameters, before it is cut"),
     "clip_fraction": ("Clipped tokens", "share of loss tokens whose ratio was clipped"),
