@@ -40,6 +40,7 @@ def curves_of(run_file: Path, run_id: str) -> dict[str, Any]:
     return curves
 
 
+@pytest.mark.long
 def test_policy_comes_nearer_to_its_teacher(relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, teacher: Path) -> None:
     sets = ("algorithm.distill_placement=loss", "algorithm.distill_tokens=student_topk", "algorithm.distill_top_k=64", "run.groups_per_step=8")
     distil(relax, run_file, bootstrap_servers, f"teacher.model_path={teacher}", *sets)

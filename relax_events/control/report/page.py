@@ -28,6 +28,8 @@ CURVES = {  # figure -> title, definition
     "masked_fraction": ("Masked tokens", "share of loss tokens that a correction or mask leaves without gradient"),
     "tokens_per_second": ("Throughput", "trained tokens per second, prompt and completion"),
 }
+OF_A_TEACHER = {"teacher_kl", "distill_loss"}
+"""Drawn where a run has one: all zeros say that it has none."""
 SMOOTHED = {"reward_mean", "loss", "grad_norm", "completion_tokens_mean", "tokens_per_second"}
 
 
@@ -91,7 +93,7 @@ def charts(report: Mapping[str, Any]) -> str:
     drawn = [
         line_chart(title, text, steps, curves[name], smooth=name in SMOOTHED, beside=source["curves"].get(name), beside_name=source["run_id"])
         for name, (title, text) in CURVES.items()
-        if name in curves
+        if name in curves and (name not in OF_A_TEACHER or any(curves[name]))
     ]
     ages = {str(age): count for age, count in enumerate(report["staleness_counts"])}
     drawn.append(bar_chart("Staleness of all samples", "trained samples by how many versions they were behind", ages, axis="policy versions behind"))
