@@ -67,7 +67,7 @@ GSPO = AlgorithmSpec(
     policy_loss=f"{LOSSES}:clipped_sequence",
     loss_settings=CLIP,
     settings={"normalise_std": True, "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 0.0, "aggregation": "sample_mean"},
-    excluded={"distill_placement": "all tokens of a sample share one advantage; gspo_token has one for each"},
+    excluded={"distill_placement": "as an advantage it is each token's own, and all tokens of a sample share one; gspo_token has one for each"},
 )
 
 GSPO_TOKEN = AlgorithmSpec(

@@ -55,9 +55,9 @@ def test_policy_comes_nearer_to_its_teacher(relax: Relax, run_file: Path, bootst
 def test_drawn_tokens_are_distilled_again_with_another_coefficient(
     relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, teacher: Path, tmp_path: Path
 ) -> None:
-    distil(relax, run_file, bootstrap_servers, f"teacher.model_path={teacher}", "run.groups_per_step=8")
+    distil(relax, run_file, bootstrap_servers, f"teacher.model_path={teacher}", "run.groups_per_step=8", "run.num_steps=15")
     first = curves_of(run_file, run_id)
-    assert first["teacher_kl"][-1] < 0.9 * first["teacher_kl"][0]
+    assert sum(first["teacher_kl"][-3:]) < 0.85 * sum(first["teacher_kl"][:3])
     where = ("--bootstrap-servers", bootstrap_servers, "--directory", str(tmp_path / ".relax"))
     again = relax("runs", "replay", run_id, f"{run_id}-b", "algorithm.distill_coefficient=0.5", *where, timeout_seconds=200)
     assert again.code == 0, again.err
