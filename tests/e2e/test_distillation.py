@@ -7,23 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
-import torch
 from command_line import Relax, report_of
 
 pytestmark = pytest.mark.timeout(400)
-
-
-@pytest.fixture(scope="module")
-def teacher(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model of the policy's architecture and tokenizer that likes other tokens much better than the random policy does."""
-    folder = shutil.copytree(prepared / "model", tmp_path_factory.mktemp("teacher") / "model")
-    generator = torch.Generator().manual_seed(5)
-    for path in folder.glob("*.safetensors"):
-        tensors = safetensors.torch.load_file(path)
-        moved = {name: value + 0.25 * torch.randn(value.shape, generator=generator) for name, value in tensors.items()}
-        safetensors.torch.save_file(moved, path, metadata={"format": "pt"})
-    return folder
 
 
 def distil(relax: Relax, run_file: Path, bootstrap_servers: str, *overrides: str) -> None:

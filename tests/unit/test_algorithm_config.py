@@ -101,7 +101,10 @@ def test_every_installed_algorithm_is_whole() -> None:
         ({"correction": "tis", "old_logprobs": "actor", "correction_low": 3.0}, "correction_low must be at most correction_high = 2.0, got 3.0"),
         ({"dual_clip": 0.5}, "dual_clip must be above 1, or 0 for none, got 0.5"),
         ({"kl_unbiased": True, "kl_placement": "reward"}, "kl_unbiased = true mends the gradient of a KL estimate in the loss"),
-        ({"name": "gspo", "distill_placement": "advantage"}, "distill_placement = 'advantage' is not for gspo: as an advantage it is each token's own"),
+        (
+            {"name": "gspo", "distill_placement": "advantage"},
+            "distill_placement = 'advantage' is not for gspo: as an advantage it is each token's own",
+        ),
         ({"name": "opd", "filter_uniform_rewards": True}, "filter_uniform_rewards = True is not for opd: no reward counts"),
         ({"distill_tokens": "teacher_topk"}, "distill_top_k must be at least 1 with distill_tokens = 'teacher_topk', got 0"),
         ({"distill_top_k": 4}, "distill_top_k must be 0 with distill_tokens = 'sampled', got 4"),
