@@ -75,7 +75,8 @@ class Judge:
             advantages[index] = np.where(masks[index], returns, 0.0).astype(np.float32)
         if not self._algorithm.has_distill_advantage:
             return advantages
-        return [values - _teacher_penalties(*one, self._algorithm) for values, one in zip(advantages, zip(samples, masks, strict=True), strict=True)]
+        penalised = zip(advantages, samples, masks, strict=True)
+        return [values - _teacher_penalties(sample, mask, self._algorithm) for values, sample, mask in penalised]
 
     def _rewards(self, samples: Sequence[RewardedSample], masks: Sequence[NDArray[np.bool_]]) -> Float64[np.ndarray, " samples"]:
         rewards: Float64[np.ndarray, " samples"] = np.array([sample.reward for sample in samples], np.float64)
