@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.profiles import Timing
 from relax_events.config import RunConfig
 from relax_events.events.types import SampleReady, SampleRolledOut
-from relax_events.training.protocol import StepFigures, TrainerState
+from relax_events.training.protocol import SampleScores, StepFigures, TrainerState
 from relax_events.training.ranks import Ranks
 from relax_events.weights.manifest import Weights
 
@@ -104,6 +104,14 @@ class TimedScorer:
         tokens = sum(num_completion_tokens(sample) for sample in samples)
         time.sleep(tokens * self._timing.lengths.record_divisor * self._timing.forward_token_seconds * self._timing.time_scale)
         return [np.zeros(len(np.asarray(sample.tokens)), np.float32) for sample in samples]
+
+    def score_topk(self, samples: Sequence[SampleRolledOut], *, num_ids: int, choose_own: bool) -> list[SampleScores]:
+        """Sleep as long: the ids come off the same logits."""
+        scores = []
+        for sample, logprobs in zip(samples, self.score(samples), strict=True):
+            ids = np.zeros((int(np.asarray(sample.loss_mask).sum()), num_ids), np.int32)
+            scores.append(SampleScores(logprobs, ids if choose_own else None, ids.astype(np.float32)))
+        return scores
 
     def load_weights(self, weights: Weights) -> None:
         """Take note of nothing."""

@@ -85,7 +85,8 @@ def algorithms_page() -> str:
         "Each is one spec that names its parts; `relax algorithms show NAME` prints the same. What the settings mean is in "
         "[the run file](config.md), how to choose in [choose an algorithm](../how-to/choose-an-algorithm.md). In the formulas lp is the trained "
         "policy's log-probability of a token, lo the old policy's (`old_logprobs`), R a sample's reward. To each loss are added "
-        "`kl_coefficient` times the KL estimate, where `kl_placement` is `loss`, and `-entropy_coefficient` times the entropy.\n\n"
+        "`kl_coefficient` times the KL estimate, where `kl_placement` is `loss`, `distill_coefficient` times the divergence from the teacher, "
+        "where `distill_placement` is `loss`, and `-entropy_coefficient` times the entropy.\n\n"
         "A step's loss and gradient don't depend on how its samples were ordered, cut into micro-batches, packed or spread over ranks: relative "
         "differences are below 1e-11 in float64 and 1e-4 in float32 (`tests/property/test_loss_invariance.py`)."
     )

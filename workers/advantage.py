@@ -1,8 +1,8 @@
 """The advantage role: joins each prompt group's samples with their scores and log-probabilities, and computes advantages.
 
-Consumes rollout.samples, reward.scores and, as the algorithm needs, reference.logprobs, actor.logprobs and critic.values; waits for the
-last record of a prompt group; produces SampleReady for each sample, or one PromptGroupEnded, on advantage.samples. The
-input offsets follow the oldest prompt group that is still open.
+Consumes rollout.samples, reward.scores and, as the algorithm needs, reference.logprobs, actor.logprobs, critic.values and
+teacher.logprobs; waits for the last record of a prompt group; produces SampleReady for each sample, or one PromptGroupEnded, on
+advantage.samples. The input offsets follow the oldest prompt group that is still open.
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ from workers.opening import open_worker
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
 DRAIN_COMMIT_SECONDS = 5.0
-EVALUATOR_TOPICS = {"reference": "reference.logprobs", "actor": "actor.logprobs", "critic": "critic.values"}
+EVALUATOR_TOPICS = {
+    "reference": "reference.logprobs",
+    "actor": "actor.logprobs",
+    "critic": "critic.values",
+    "teacher": "teacher.logprobs",
+}
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -53,7 +58,12 @@ def run(config: RunConfig, *, index: int = 0) -> None:
 def needed_evaluators(config: RunConfig) -> frozenset[str]:
     """Return whose log-probabilities and values a sample needs before it can be trained."""
     algorithm = config.algorithm
-    wanted = {"reference": algorithm.kl_coefficient > 0, "actor": algorithm.old_logprobs == "actor", "critic": algorithm.needs_critic}
+    wanted = {
+        "reference": algorithm.kl_coefficient > 0,
+        "actor": algorithm.old_logprobs == "actor",
+        "critic": algorithm.needs_critic,
+        "teacher": algorithm.distills,
+    }
     return frozenset(name for name, needed in wanted.items() if needed)
 
 
@@ -161,12 +171,14 @@ class AdvantageLoop:
                 policy_logprobs=_plain(_evaluated(group, sample, "actor") if drawn_by_actor else sample.rollout_logprobs, sample),
                 ref_logprobs=_plain(_evaluated(group, sample, "reference"), sample),
                 values=_plain(_evaluated(group, sample, "critic"), sample),
+                teacher_logprobs=_plain(_evaluated(group, sample, "teacher"), sample),
             )
             for sample in group.ordered_samples()
         ]
         return self._judge(rewarded)
 
     def _ready_record(self, group: JoinedGroup, sample: SampleRolledOut, *, advantages: NDArray[np.float32]) -> OutRecord:
+        taught = group.evaluations.get("teacher", {}).get(sample.sample_id)
         ready = SampleReady(
             sample_id=sample.sample_id,
             prompt_group_id=sample.prompt_group_id,
@@ -185,6 +197,9 @@ class AdvantageLoop:
             actor_logprobs=_evaluated(group, sample, "actor"),
             ref_logprobs=_evaluated(group, sample, "reference"),
             values=_evaluated(group, sample, "critic"),
+            teacher_logprobs=_evaluated(group, sample, "teacher"),
+            topk_ids=sample.topk_ids if taught is None or taught.topk_ids is None else taught.topk_ids,
+            topk_teacher_logprobs=None if taught is None else taught.topk_logprobs,
             advantages=advantages,
             reward=group.reward_of(sample),
             components=group.scores[sample.sample_id].components,

@@ -1,4 +1,4 @@
-"""What reference, actor-forward and critic have in common: numbers for given tokens under given weights."""
+"""What reference, actor-forward, critic and teacher have in common: numbers for given tokens under given weights."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from relax_events.broker.records import OutRecord
-from relax_events.config import RunConfig
+from relax_events.config import ModelConfig, RunConfig
 from relax_events.events.types import SampleEvaluated, SampleRolledOut
 from relax_events.pipeline.worker import Worker
 from relax_events.plugins import TRAINER_BACKENDS, find_plugin
-from relax_events.training.protocol import Scorer, TokenScorer, TrainerBackend
+from relax_events.training.protocol import SampleScores, Scorer, TokenScorer, TrainerBackend
 
 UseVersion = Callable[[int], int]
 
@@ -34,14 +34,16 @@ class Evaluating:
         records = []
         for version, members in sorted(by_version.items()):
             evaluator_version = self._use_version(version)
-            for sample, values in zip(members, self._scorer.score(members), strict=True):
+            for sample, values in zip(members, self.scores_of(members), strict=True):
                 evaluated = SampleEvaluated(
                     sample_id=sample.sample_id,
                     prompt_group_id=sample.prompt_group_id,
                     policy_version=sample.policy_version,
                     evaluator=self._evaluator,
                     evaluator_version=evaluator_version,
-                    values=values,
+                    values=values.logprobs,
+                    topk_ids=values.ids,
+                    topk_logprobs=values.id_logprobs,
                 )
                 records.append(
                     self._worker.sample_record(self._topic, evaluated, prompt_group_id=sample.prompt_group_id, policy_version=sample.policy_version)
@@ -49,10 +51,24 @@ class Evaluating:
             self._worker.metrics.tokens(sum(len(sample.tokens) for sample in members))
         return records
 
+    def scores_of(self, samples: Sequence[SampleRolledOut]) -> list[SampleScores]:
+        """Return what is said of each sample."""
+        return [SampleScores(logprobs) for logprobs in self._scorer.score(samples)]
 
-def open_scorer(worker: Worker) -> Scorer:
-    """Load the initial model for scoring, with the code of the run's trainer backend; raises as `backend_of`, or if that can't be done."""
-    return backend_of(worker.config).open_scorer(worker.config)
+
+def open_scorer(worker: Worker, *, model: ModelConfig | None = None, threads: int | None = None) -> Scorer:
+    """Load a model for scoring, with the code of the run's trainer backend.
+
+    Args:
+        worker: Names the run.
+        model: Another than the run's initial one.
+        threads: Other than the trainer's.
+    Raises:
+        ConfigError: As `backend_of`, or the model can't be loaded.
+    """
+    config = worker.config
+    trainer = config.trainer if threads is None else config.trainer.model_copy(update={"threads": threads})
+    return backend_of(config).open_scorer(config.model_copy(update={"model": model or config.model, "trainer": trainer}))
 
 
 def backend_of(config: RunConfig) -> type[TrainerBackend]:

@@ -23,7 +23,7 @@ from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
-from relax_events.errors import CorruptRecord, ObjectError, PoisonSample, WeightsError
+from relax_events.errors import ConfigError, CorruptRecord, ObjectError, PoisonSample, WeightsError
 from relax_events.events.types import Event, FinishReason, Outcome, PolicyVersionPublished, PromptGroupIssued, SampleRolledOut
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.validation import check_issued
@@ -256,6 +256,7 @@ class RolloutLoop:
                     samples=samples,
                     sampling=self._config.engine.sampling,
                     stop_token_ids=self._renderer.stop_token_ids,
+                    num_top_tokens=self._config.algorithm.num_rollout_top_tokens,
                 )
             )
         except PoisonSample as error:
@@ -339,8 +340,20 @@ class RolloutLoop:
             messages=issued.messages,
             answer=issued.answer,
             metadata=issued.metadata,
+            topk_ids=self._top_tokens(sample),
             worker_id=self._worker.worker_id,
         )
+
+    def _top_tokens(self, sample: GeneratedSample) -> np.ndarray | None:
+        if not (num_wanted := self._config.algorithm.num_rollout_top_tokens):
+            return None
+        wanted = (len(sample.tokens), num_wanted)
+        if sample.top_tokens is None or sample.top_tokens.shape != wanted:
+            got = "none" if sample.top_tokens is None else f"shape {sample.top_tokens.shape}"
+            need = f"algorithm.distill_tokens = 'student_topk' needs {num_wanted} most probable tokens with each token"
+            remedy = "take another engine, or distill_tokens = 'teacher_topk'"
+            raise ConfigError(f"{need}; engine.name = {self._config.engine.name!r} gave {got}; {remedy}")
+        return sample.top_tokens
 
     def _load_newest(self) -> None:
         """Load the newest version when it is this engine's turn to; an artifact that fails its check is tried again."""

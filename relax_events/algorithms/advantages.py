@@ -76,6 +76,11 @@ def as_rewarded(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
     return rewards.total.copy()
 
 
+def regardless_of_rewards(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
+    """Give zeros, whatever the rewards are: what teaches is something else, such as a teacher."""
+    return np.zeros_like(rewards.total)
+
+
 def leave_one_out(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
     """Take the mean reward of the other samples off each reward (RLOO); exact zeros where all are equal.
 

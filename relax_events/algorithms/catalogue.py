@@ -67,6 +67,7 @@ GSPO = AlgorithmSpec(
     policy_loss=f"{LOSSES}:clipped_sequence",
     loss_settings=CLIP,
     settings={"normalise_std": True, "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 0.0, "aggregation": "sample_mean"},
+    excluded={"distill_placement": "as an advantage it is each token's own, and all tokens of a sample share one; gspo_token has one for each"},
 )
 
 GSPO_TOKEN = AlgorithmSpec(
@@ -174,8 +175,8 @@ PPO = AlgorithmSpec(
         "kl_estimator": "k1",
     },
     reward_kl="token",
-    notes="The critic's own settings stand in `[critic]`. For the KL in the reward the last of these papers takes `kl_coefficient = 0.05`. A sample that was "
-    "cut off by its length ends like any other: nothing is put in the place of what might have come.",
+    notes="The critic's own settings stand in `[critic]`. For the KL in the reward the last of these papers takes `kl_coefficient = 0.05`. "
+    "A sample that was cut off by its length ends like any other: nothing is put in the place of what might have come.",
 )
 
 GDPO = AlgorithmSpec(
@@ -202,4 +203,23 @@ GDPO = AlgorithmSpec(
         "kl_placement": "there is no one reward to take the KL off",
     },
     components=True,
+)
+
+OPD = AlgorithmSpec(
+    name="opd",
+    summary="On-policy distillation: the teacher's log-probability of each token that the policy drew, in place of a reward.",
+    formula="A_t = -distill_coefficient * (lo_t - lq_t),  lq the teacher's log-probability of the token\n"
+    "loss_t = -r_t A_t,  r_t = exp(lp_t - lo_t)\nL = mean over the step's tokens",
+    source="On-Policy Distillation (thinkingmachines.ai/blog/on-policy-distillation, 2025): reverse KL of each token by itself, without "
+    "those to come. The same divergence: MiniLLM (arXiv 2306.08543); others on the policy's own samples: GKD (arXiv 2306.13649).",
+    advantage=f"{ADVANTAGES}:regardless_of_rewards",
+    policy_loss=f"{LOSSES}:importance_weighted",
+    settings={"distill_coefficient": 1.0, "distill_placement": "advantage"},
+    excluded={
+        "filter_uniform_rewards": "no reward counts",
+        "overlong_ratio": "there is no reward to take a penalty off",
+        "kl_placement": "there is no reward to take the KL off",
+    },
+    notes='With `distill_placement = "loss"` it is GKD on the policy\'s own samples: any divergence, over a set of tokens. Rewards are still '
+    "scored and reported.",
 )

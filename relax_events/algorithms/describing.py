@@ -46,6 +46,7 @@ def needs(spec: AlgorithmSpec, algorithm: AlgorithmConfig) -> list[str]:
         "the reference role": algorithm.kl_coefficient > 0,
         "the actor-forward role": algorithm.old_logprobs == "actor",
         "the critic role": algorithm.needs_critic,
+        "the teacher role": algorithm.distills,
         "the whole step before its first backward pass": algorithm.needs_whole_step,
     }
     return [text for text, is_needed in wanted.items() if is_needed]

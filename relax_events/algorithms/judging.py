@@ -1,4 +1,5 @@
-"""From what is known of a prompt group to the advantage of each of its tokens: shaping, KL in the reward, then the algorithm's own way.
+"""From what is known of a prompt group to the advantage of each of its tokens: shaping, KL in the reward, then the algorithm's own way,
+and what a teacher thinks of each token.
 
 Used where samples are judged: in the advantage role, and where a replay judges recorded ones anew. Needs no torch.
 """
@@ -25,7 +26,7 @@ MAX_LOG_RATIO = 20.0
 class RewardedSample:
     """What an advantage is computed from.
 
-    The log-probabilities are needed where the reward is lessened by a KL estimate, the values where the algorithm has a critic.
+    Log-probabilities are needed where a KL estimate against their model is taken off, the values where the algorithm has a critic.
     """
 
     sample_id: str
@@ -35,6 +36,7 @@ class RewardedSample:
     policy_logprobs: NDArray[np.generic] | None = None
     ref_logprobs: NDArray[np.generic] | None = None
     values: NDArray[np.generic] | None = None
+    teacher_logprobs: NDArray[np.generic] | None = None
 
 
 class Judge:
@@ -78,7 +80,10 @@ class Judge:
         for index, penalty in enumerate(penalties):
             returns = scalars[index] - np.cumsum(penalty[::-1])[::-1]
             advantages[index] = np.where(masks[index], returns, 0.0).astype(np.float32)
-        return advantages
+        if not self._algorithm.has_distill_advantage:
+            return advantages
+        penalised = zip(advantages, samples, masks, strict=True)
+        return [values - _teacher_penalties(sample, mask, self._algorithm) for values, sample, mask in penalised]
 
     def _by_token(
         self,
@@ -140,7 +145,7 @@ def _kl_penalties(sample: RewardedSample, mask: NDArray[np.bool_], algorithm: Al
     """Give kl_coefficient times the estimate of KL(policy || reference) at each loss token, from the policy that is the old one."""
     if sample.policy_logprobs is None or sample.ref_logprobs is None:
         raise RewardError(f"sample {sample.sample_id} lacks the log-probabilities for the KL in its reward; is the role that computes them running?")
-    difference = np.where(mask, sample.policy_logprobs.astype(np.float64) - sample.ref_logprobs.astype(np.float64), 0.0)
+    difference = _differences(sample.policy_logprobs, sample.ref_logprobs, mask)
     k3 = np.exp(np.minimum(-difference, MAX_LOG_RATIO)) - 1 + difference
     estimates = {"k1": difference, "k2": difference**2 / 2, "k3": k3, "low_variance": np.clip(k3, -10, 10)}
     penalties: Float64[np.ndarray, " tokens"] = algorithm.kl_coefficient * estimates[algorithm.kl_estimator]
@@ -155,6 +160,18 @@ def _values(sample: RewardedSample) -> NDArray[np.float64]:
         rule = f"the critic's values must be finite, one for each of {len(sample.loss_mask)} tokens"
         raise RewardError(f"sample {sample.sample_id}: {rule}, got shape {sample.values.shape}: {sample.values.tolist()!r:.200}")
     return sample.values.astype(np.float64)
+
+
+def _teacher_penalties(sample: RewardedSample, mask: NDArray[np.bool_], algorithm: AlgorithmConfig) -> NDArray[np.float32]:
+    """Give distill_coefficient times the log-ratio of policy and teacher at each loss token: what the reverse KL is the mean of."""
+    if sample.policy_logprobs is None or sample.teacher_logprobs is None:
+        raise RewardError(f"sample {sample.sample_id} lacks the teacher's or the policy's log-probabilities; is the role that computes them running?")
+    penalties = algorithm.distill_coefficient * _differences(sample.policy_logprobs, sample.teacher_logprobs, mask)
+    return penalties.astype(np.float32)
+
+
+def _differences(ours: NDArray[np.generic], theirs: NDArray[np.generic], mask: NDArray[np.bool_]) -> Float64[np.ndarray, " tokens"]:
+    return np.where(mask, ours.astype(np.float64) - theirs.astype(np.float64), 0.0)
 
 
 def _require_finite(samples: Sequence[RewardedSample]) -> None:

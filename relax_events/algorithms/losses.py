@@ -170,6 +170,16 @@ def clipped_weight(tokens: LossTokens, *, clip_low: float, clip_high: float) -> 
     return Surrogate(losses=losses, ratio=ratio, clipped_low=ratio < 1 - clip_low, clipped_high=ratio > 1 + clip_high)
 
 
+def importance_weighted(tokens: LossTokens) -> Surrogate:
+    """Compute -r A with r = exp(logprobs - old_logprobs), without a clip: the policy gradient of samples that the old policy drew.
+
+    Source: PPO (arXiv 1707.06347), equation 6.
+    """
+    ratio = tokens.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    none = torch.zeros_like(ratio, dtype=torch.bool)
+    return Surrogate(losses=-ratio * tokens.advantages, ratio=ratio.detach(), clipped_low=none, clipped_high=none)
+
+
 def plain_gradient(tokens: LossTokens) -> Surrogate:
     """Compute -A logprobs, whose gradient is REINFORCE's; the ratio is only reported.
 

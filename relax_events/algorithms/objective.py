@@ -1,4 +1,4 @@
-"""The whole objective of a run, token by token: policy loss, corrections, KL, entropy. Nothing here knows how the step was cut up."""
+"""The whole objective of a run, token by token: policy loss, corrections, KL, entropy, teacher. Nothing here knows how the step was cut up."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from relax_events.algorithms.aggregation import num_units, token_weights
 from relax_events.algorithms.corrections import Weights, correction_weights, off_policy_sequences
+from relax_events.algorithms.distillation import TokenSet, divergence, sampled_divergence
 from relax_events.algorithms.kl import kl_estimate
 from relax_events.algorithms.losses import MAX_LOG_RATIO, LossTokens, Surrogate
 from relax_events.config import AlgorithmConfig
@@ -30,6 +31,8 @@ class ObjectiveInputs:
         advantages: Unitless.
         num_loss_tokens: Of each sample in packed order.
         second_moment_cutoff: Largest squared log-ratio to the engine's policy that is trained, over the whole step.
+        teacher_logprobs: Of the teacher, where the algorithm has one.
+        token_set: Where the loss compares policy and teacher over several token ids.
     """
 
     logprobs: Float[Tensor, " tokens"]
@@ -40,19 +43,23 @@ class ObjectiveInputs:
     advantages: Float[Tensor, " tokens"]
     num_loss_tokens: Int[Tensor, " samples"]
     second_moment_cutoff: float | None = None
+    teacher_logprobs: Float[Tensor, " tokens"] | None = None
+    token_set: TokenSet | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLosses:
     """A micro-batch's losses: (token_weights * losses).sum() is its share of the step's, before the step's normaliser.
 
-    `policy_losses` are after correction, `kl` is 0 where the loss has none, `masked` are the tokens without a policy gradient.
+    `policy_losses` are after correction, `kl` and `distillation` are 0 where the loss has none, `masked` are the tokens without a policy
+    gradient.
     """
 
     token_weights: Float[Tensor, " tokens"]
     losses: Float[Tensor, " tokens"]
     policy_losses: Float[Tensor, " tokens"]
     kl: Float[Tensor, " tokens"]
+    distillation: Float[Tensor, " tokens"]
     surrogate: Surrogate
     correction: Weights
     masked: Bool[Tensor, " tokens"]
@@ -100,6 +107,8 @@ class Objective:
         factors = correction.values.masked_fill(dropped, 0.0)
         policy_losses = factors * surrogate.losses
         losses, kl = self._with_kl(policy_losses, inputs)
+        distillation = self._distillation(inputs)
+        losses = losses + algorithm.distill_coefficient * distillation
         if algorithm.entropy_coefficient:
             losses = losses - algorithm.entropy_coefficient * inputs.entropies
         return TokenLosses(
@@ -112,6 +121,7 @@ class Objective:
             losses=losses,
             policy_losses=policy_losses,
             kl=kl,
+            distillation=distillation,
             surrogate=surrogate,
             correction=correction,
             masked=factors == 0,
@@ -157,3 +167,16 @@ class Objective:
             drawn_logprobs=inputs.rollout_logprobs if algorithm.kl_unbiased else None,
         )
         return losses + algorithm.kl_coefficient * kl, kl
+
+    def _distillation(self, inputs: ObjectiveInputs) -> Float[Tensor, " tokens"]:
+        algorithm = self.algorithm
+        if not algorithm.has_distill_loss:
+            return torch.zeros_like(inputs.logprobs)
+        kind, mixture = algorithm.distill_divergence, algorithm.distill_mixture
+        if inputs.token_set is not None:
+            return divergence(inputs.token_set, kind=kind, mixture=mixture, tail=algorithm.distill_tail)
+        if inputs.teacher_logprobs is None or algorithm.distill_tokens != "sampled":
+            raise ConfigError(f"algorithm {self.algorithm.name}: distill_tokens = {algorithm.distill_tokens!r} needs the teacher's log-probabilities")
+        return sampled_divergence(
+            inputs.logprobs, teacher_logprobs=inputs.teacher_logprobs, drawn_logprobs=inputs.rollout_logprobs, kind=kind, mixture=mixture
+        )

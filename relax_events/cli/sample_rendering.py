@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HEAD = f"{'sample':<17} {'version':>7}  {'outcome':<13} {'reward':>7} {'tokens':>6}  {'end':<6}  completion"
 FIXED_WIDTH = len(HEAD) - len("completion")
-TOKEN_COLUMNS = ["place", "token", "text", "trained", "rollout", "actor", "reference", "advantage"]
+TOKEN_COLUMNS = ["place", "token", "text", "trained", "rollout", "actor", "reference", "teacher", "advantage"]
 
 
 def print_line(line: SampleLine, output: Literal["table", "json"], *, with_head: bool) -> None:
@@ -104,7 +104,8 @@ def indented(name: str, text: str) -> Iterator[str]:
 
 def token_cells(place: int, row: TokenRow) -> list[Any]:
     """Return a token as cells of a table."""
-    numbers = (figure(value if row.is_trained else None, 4) for value in (row.rollout_logprob, row.actor_logprob, row.ref_logprob, row.advantage))
+    logprobs = (row.rollout_logprob, row.actor_logprob, row.ref_logprob, row.teacher_logprob)
+    numbers = (figure(value if row.is_trained else None, 4) for value in (*logprobs, row.advantage))
     return [place, row.token, excerpt(row.text, 24) if row.text.strip() else repr(row.text), "yes" if row.is_trained else "", *numbers]
 
 

@@ -70,6 +70,21 @@ class AlgorithmConfig(Section):
     """Multiply the loss's KL estimate by the ratio of the policy to the one that drew the tokens, which makes its gradient unbiased."""
     entropy_coefficient: NonNegative = 0.0
     """Weight of the bonus for the policy's entropy."""
+    distill_coefficient: NonNegative = 0.0
+    """Weight of the divergence from the teacher; above 0 the teacher role is needed, and `teacher.model_path`."""
+    distill_placement: Literal["loss", "advantage"] = "loss"
+    """Whether the divergence is a term of the loss, or its estimate at each drawn token is taken off that token's advantage."""
+    distill_tokens: Literal["sampled", "teacher_topk", "student_topk"] = "sampled"
+    """Tokens at which policy and teacher are compared: the drawn one; the teacher's most probable ones; or those of the policy when it
+    drew the sample."""
+    distill_top_k: Annotated[int, Field(ge=0)] = 0
+    """How many most probable tokens; 0 for `sampled`."""
+    distill_divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
+    """KL(policy || teacher), KL(teacher || policy), or the Jensen-Shannon divergence of the two."""
+    distill_mixture: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """The teacher's share of the mixture that `jsd` compares both with. At the ends, where it vanishes, 0 is the forward and 1 the reverse KL."""
+    distill_tail: Literal["tail", "renormalise", "truncate"] = "tail"
+    """What becomes of the probability outside the most probable tokens: one more bin, scaled away, or left out of the comparison."""
     old_logprobs: Literal["rollout", "actor", "trainer"] = "rollout"
     """Whose log-probabilities stand below the ratio: the engine's; the actor-forward role's; or those of the weights before the step, as
     the trainer finds them itself: then the ratio is 1, and a correction takes over what engine and trainer differ by."""
@@ -116,8 +131,22 @@ class AlgorithmConfig(Section):
             raise ValueError(f"correction_low must be at most correction_high = {self.correction_high}, got {self.correction_low}")
         if self.dual_clip is not None and 0 < self.dual_clip <= 1:
             raise ValueError(f"dual_clip must be above 1, or 0 for none, got {self.dual_clip}; the paper takes 3")
+        if self.needs_critic and self.has_distill_advantage:
+            rule = "distill_placement = 'advantage' would make the critic learn the teacher's judgement as if it were reward"
+            raise ValueError(f"{rule}; set distill_placement = 'loss' with {self.name}")
         if self.kl_unbiased and self.kl_placement == "reward":
             raise ValueError("kl_unbiased = true mends the gradient of a KL estimate in the loss; set kl_placement = 'loss'")
+        return self
+
+    @model_validator(mode="after")
+    def _distillation_is_defined(self) -> AlgorithmConfig:
+        tokens, top_k = self.distill_tokens, self.distill_top_k
+        if (tokens == "sampled") != (top_k == 0):
+            rule = "must be 0" if tokens == "sampled" else "must be at least 1"
+            raise ValueError(f"distill_top_k {rule} with distill_tokens = {tokens!r}, got {top_k}; set distill_top_k or distill_tokens")
+        if self.distill_placement == "advantage" and (tokens, self.distill_divergence) != ("sampled", "reverse_kl"):
+            rule = "distill_placement = 'advantage' takes the reverse KL of the sampled tokens"
+            raise ValueError(f"{rule}, got {self.distill_divergence} of {tokens}; set distill_placement = 'loss'")
         return self
 
     @property
@@ -143,6 +172,31 @@ class AlgorithmConfig(Section):
     def needs_critic(self) -> bool:
         """Whether advantages are computed from a critic's values, token by token."""
         return self.gae_lambda is not None
+
+    @property
+    def distills(self) -> bool:
+        """Whether the policy learns from a teacher."""
+        return self.distill_coefficient > 0
+
+    @property
+    def has_distill_loss(self) -> bool:
+        """Whether the loss has a divergence from the teacher."""
+        return self.distills and self.distill_placement == "loss"
+
+    @property
+    def has_distill_advantage(self) -> bool:
+        """Whether advantages are lessened by how much less the teacher likes a token."""
+        return self.distills and self.distill_placement == "advantage"
+
+    @property
+    def has_topk_loss(self) -> bool:
+        """Whether the loss compares policy and teacher over several tokens."""
+        return self.has_distill_loss and self.distill_tokens != "sampled"
+
+    @property
+    def num_rollout_top_tokens(self) -> int:
+        """How many most probable tokens the engine has to give with each token that it draws."""
+        return self.distill_top_k if self.has_topk_loss and self.distill_tokens == "student_topk" else 0
 
     @property
     def needs_whole_step(self) -> bool:

@@ -15,6 +15,7 @@ from relax_events.config.data import DataConfig
 from relax_events.config.evaluation import EvaluationConfig
 from relax_events.config.generation import EngineConfig, ModelConfig
 from relax_events.config.reward import RewardConfig
+from relax_events.config.teacher import TeacherConfig
 from relax_events.config.training import TrainerConfig, WarmStartConfig
 
 RUN_ID_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?$"
@@ -74,6 +75,8 @@ class WorkersConfig(Section):
     """Reference workers (when the algorithm needs them)."""
     actor_forward: Positive = 1
     """Actor-forward workers (when the algorithm needs them)."""
+    teacher: Positive = 1
+    """Teacher workers (when the algorithm needs them)."""
     advantage: Positive = 1
     """Advantage workers."""
     drain_seconds: Seconds = 20.0
@@ -149,6 +152,7 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     critic: CriticConfig = CriticConfig()
+    teacher: TeacherConfig = TeacherConfig()
     trainer: TrainerConfig = TrainerConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     source: SourceSection = SourceSection()
@@ -170,6 +174,13 @@ class RunConfig(Section):
             raise ValueError(f"source.run must be another run than run.id = {run.id!r}; give this one an id of its own")
         if source.run and not self.is_replay and run.num_steps <= source.from_version:
             raise ValueError(f"a fork counts on from version {source.from_version}, so run.num_steps must be above it, got {run.num_steps}")
+        return self
+
+    @model_validator(mode="after")
+    def _has_its_teacher(self) -> RunConfig:
+        if self.algorithm.distills and not self.is_replay and self.teacher.model_path is None:
+            need = f"algorithm.distill_coefficient = {self.algorithm.distill_coefficient:g} needs a teacher"
+            raise ValueError(f"{need}; set teacher.model_path to the folder of its checkpoint, or algorithm.distill_coefficient = 0")
         return self
 
     @property
@@ -220,4 +231,6 @@ class RunConfig(Section):
             counts["actor-forward"] = self.workers.actor_forward
         if self.algorithm.needs_critic:
             counts["critic"] = 1
+        if self.algorithm.distills:
+            counts["teacher"] = self.workers.teacher
         return counts | {"advantage": self.workers.advantage, "trainer": 1} | evaluator

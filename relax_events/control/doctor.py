@@ -12,7 +12,7 @@ from relax_events.broker.embedded.java import find_java
 from relax_events.broker.registry import RegistryClient
 from relax_events.config import RunConfig
 from relax_events.control.address import OPERATOR, embedded_broker, open_admin, with_bootstrap_servers
-from relax_events.control.requirements import require_metrics_ports, require_model, require_roles
+from relax_events.control.requirements import require_metrics_ports, require_model, require_roles, require_teacher
 from relax_events.control.topics.applying import plan_changes
 from relax_events.data.judging import HookJudge, LengthJudge, judges_length
 from relax_events.data.rendering import PromptRenderer
@@ -46,6 +46,7 @@ def examine(config: RunConfig) -> list[Finding]:
         "object store": check_store,
         "disk": check_disk,
         "model": require_model,
+        "teacher": require_teacher,
         "data": prompts.check_data,
         "reward": prompts.check_reward,
         "roles": require_roles,

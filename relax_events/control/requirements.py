@@ -9,6 +9,7 @@ import socket
 from relax_events.config import RunConfig
 from relax_events.config.algorithm_spec import find_algorithm
 from relax_events.errors import ConfigError, EnvironmentProblem
+from relax_events.models.vocabulary import require_same_vocabulary
 from relax_events.plugins import ENGINES, ROLES, TRAINER_BACKENDS, find_plugin
 
 MODEL_PACKAGES = ("torch", "transformers", "safetensors")
@@ -58,6 +59,25 @@ def _require_critic(config: RunConfig) -> None:
     if config.algorithm.needs_critic and path is not None and not (path / "config.json").is_file():
         remedy = "give a folder in Hugging Face layout, or leave it out for the policy's own"
         raise ConfigError(f"critic.model_path {path} holds no config.json; {remedy}")
+
+
+def require_teacher(config: RunConfig) -> str:
+    """Return whom the policy learns from, once the teacher is whole and has the policy's vocabulary.
+
+    Raises:
+        ConfigError: The folder is missing, lacks a file, or holds another tokenizer; the text names both.
+    """
+    path = config.teacher.model_path
+    if not config.algorithm.distills or config.is_replay:
+        return "none: algorithm.distill_coefficient is 0" if not config.algorithm.distills else "none: a replay reads what was recorded"
+    if path is None:
+        raise ConfigError("algorithm.distill_coefficient needs a teacher; set teacher.model_path to the folder of its checkpoint")
+    if not (path / "config.json").is_file() or not list(path.glob("*.safetensors")):
+        raise ConfigError(f"teacher.model_path {path} holds no config.json with *.safetensors; give a complete folder in Hugging Face layout")
+    if not config.model.path.exists():
+        return f"{path}; its vocabulary is compared by the teacher role, once the policy's model is made"
+    require_same_vocabulary(config.model.path, path)
+    return f"{path} has the vocabulary of {config.model.path}"
 
 
 def require_metrics_ports(config: RunConfig) -> str:

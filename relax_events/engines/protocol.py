@@ -35,6 +35,7 @@ class SampleRequest:
         tokens: What an aborted attempt has generated; empty at the start.
         logprobs: Their log-probabilities, in nats.
         segments: Their policy versions.
+        top_tokens: Their most probable tokens, where the request asks for some.
     """
 
     sample_id: str
@@ -42,6 +43,7 @@ class SampleRequest:
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     segments: tuple[VersionSegment, ...]
+    top_tokens: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,7 @@ class GenerationRequest:
         sampling: How tokens are drawn; `max_new_tokens` counts tokens generated before, too.
         stop_token_ids: A sample ends with finish reason `stop` after the first of these, which stays in it.
         media: What the prompt's placeholders stand for.
+        num_top_tokens: How many most probable tokens are wanted with each token that is drawn.
     """
 
     prompt_group_id: str
@@ -63,6 +66,7 @@ class GenerationRequest:
     sampling: SamplingConfig
     stop_token_ids: tuple[int, ...]
     media: tuple[MediaRef, ...] = ()
+    num_top_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +78,8 @@ class GeneratedSample:
         logprobs: Of each token under the tempered distribution before top-k and top-p, in nats.
         segments: Runs of tokens by policy version; their lengths add up to the tokens.
         error: Why the sample failed, where the finish reason is `error`.
+        top_tokens: The most probable ids when each token was drawn, [tokens, num_top_tokens], most probable first, whatever top-k and
+            top-p left out; None where none are wanted, or the engine can't tell.
     """
 
     sample_id: str
@@ -83,6 +89,7 @@ class GeneratedSample:
     segments: tuple[VersionSegment, ...]
     finish_reason: FinishReason
     error: str = ""
+    top_tokens: NDArray[np.int32] | None = None
 
 
 class Engine(Protocol):

@@ -38,6 +38,8 @@ def admitted_samples(
             f"{name}: the prompt has {num_prompt_tokens} tokens and must leave room for one more; "
             f"raise engine.max_context_tokens = {max_context_tokens} or drop the row"
         )
+    if request.num_top_tokens > vocab_size:
+        raise PoisonSample(f"{name}: num_top_tokens must be at most the vocabulary's {vocab_size}, got {request.num_top_tokens}")
     max_new_tokens = min(request.sampling.max_new_tokens, max_context_tokens - num_prompt_tokens)
     _check_ids(request.samples, taken, name)
     return [_sample(request, sample, first_order + index, max_new_tokens, vocab_size) for index, sample in enumerate(request.samples)]
@@ -53,6 +55,10 @@ def _sample(request: GenerationRequest, sample: SampleRequest, order: int, max_n
         raise PoisonSample(f"{name}: prefix tokens, logprobs and segments must be equally many, got {counts[0]}, {counts[1]} and {counts[2]}")
     if len(sample.tokens) > max_new_tokens:
         raise PoisonSample(f"{name}: the prefix has {len(sample.tokens)} tokens and may have {max_new_tokens}")
+    num_top = request.num_top_tokens
+    top_tokens = np.zeros((0, num_top), np.int32) if sample.top_tokens is None else sample.top_tokens
+    if num_top and top_tokens.shape != (shape := (len(sample.tokens), num_top)):
+        raise PoisonSample(f"{name}: the prefix's top_tokens must have the shape {shape}, got {top_tokens.shape}")
     return Sample(
         order=order,
         sample_id=sample.sample_id,
@@ -65,6 +71,7 @@ def _sample(request: GenerationRequest, sample: SampleRequest, order: int, max_n
         tokens=sample.tokens.astype(np.int32, copy=False),
         logprobs=sample.logprobs.astype(np.float32, copy=False),
         segments=sample.segments,
+        top_tokens=top_tokens.astype(np.int32, copy=False),
     )
 
 

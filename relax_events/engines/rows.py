@@ -31,6 +31,8 @@ class Sample:
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     segments: tuple[VersionSegment, ...]
+    top_tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    """The most probable ids at each of the tokens, where some are wanted."""
     marks: list[tuple[int, int, bool]] = field(default_factory=list)
     """While running: count of tokens at which a policy version took over, the version, whether the cache is older."""
 
@@ -56,6 +58,7 @@ class Sample:
             segments=self.segments,
             finish_reason=reason,
             error=error,
+            top_tokens=self.top_tokens if self.top_tokens.shape[1] else None,
         )
 
 
@@ -77,11 +80,17 @@ class RowTable:
         self._stops = np.full((max_rows, 1), NO_TOKEN, np.int64)
         self._tokens = np.zeros((max_rows, max_tokens), np.int32)
         self._logprobs = np.zeros((max_rows, max_tokens), np.float32)
+        self._top_tokens = np.zeros((max_rows, max_tokens, 0), np.int32)
 
     @property
     def num_rows(self) -> int:
         """Rows in use."""
         return len(self.samples)
+
+    @property
+    def num_top_tokens(self) -> int:
+        """How many most probable tokens each row records: the most that any sample has asked for."""
+        return self._top_tokens.shape[2]
 
     def draws(self, rows: slice) -> tuple[NDArray[np.uint64], NDArray[np.int64], RowSampling]:
         """Give seeds, places in the completion and sampling of rows."""
@@ -91,6 +100,9 @@ class RowTable:
         """Put a sample into the next free row; its first token has yet to be recorded."""
         row, count = self.num_rows, len(sample.tokens)
         self._widen_stops(len(sample.stop_token_ids))
+        if num_top := sample.top_tokens.shape[1]:
+            self._widen_top_tokens(num_top)
+            self._top_tokens[row, :count, :num_top] = sample.top_tokens
         self._stops[row] = NO_TOKEN
         self._stops[row, : len(sample.stop_token_ids)] = sample.stop_token_ids
         self.positions[row] = len(sample.prompt_tokens) + count - 1
@@ -100,10 +112,14 @@ class RowTable:
         sample.marks = [(count, policy_version, False)]
         self.samples.append(sample)
 
-    def record(self, rows: slice, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]) -> NDArray[np.int64]:
-        """Append a token to each of the rows; give the rows that ended by it, ascending."""
+    def record(
+        self, rows: slice, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], top_tokens: NDArray[np.int32] | None = None
+    ) -> NDArray[np.int64]:
+        """Append a token to each of the rows, with the `num_top_tokens` most probable ones; give the rows that ended by it, ascending."""
         index, counts = np.arange(rows.start, rows.stop), self._counts[rows]
         self._tokens[index, counts], self._logprobs[index, counts] = tokens, logprobs
+        if top_tokens is not None:
+            self._top_tokens[index, counts] = top_tokens
         self._counts[rows] += 1
         self.positions[rows] += 1
         self.next_tokens[rows] = tokens
@@ -137,16 +153,23 @@ class RowTable:
     def _take(self, row: int) -> Sample:
         sample, count = self.samples[row], int(self._counts[row])
         sample.tokens, sample.logprobs = self._tokens[row, :count].copy(), self._logprobs[row, :count].copy()
+        sample.top_tokens = self._top_tokens[row, :count, : sample.top_tokens.shape[1]].copy()
         sample.segments = _joined(sample.segments, sample.marks, count)
         return sample
 
     def _arrays(self) -> tuple[NDArray[np.generic], ...]:
         scalars = (self.next_tokens, self.positions, self._seeds, self._counts, self._limits, self._temperatures, self._top_ps, self._top_ks)
-        return (*scalars, self._stops, self._tokens, self._logprobs)
+        return (*scalars, self._stops, self._tokens, self._logprobs, self._top_tokens)
 
     def _widen_stops(self, num_stops: int) -> None:
         if (missing := num_stops - self._stops.shape[1]) > 0:
             self._stops = np.pad(self._stops, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
+
+    def _widen_top_tokens(self, num_tokens: int) -> None:
+        if num_tokens > self.num_top_tokens:
+            wider = np.zeros((*self._top_tokens.shape[:2], num_tokens), np.int32)
+            wider[..., : self.num_top_tokens] = self._top_tokens
+            self._top_tokens = wider
 
 
 def _joined(segments: tuple[VersionSegment, ...], marks: list[tuple[int, int, bool]], count: int) -> tuple[VersionSegment, ...]:

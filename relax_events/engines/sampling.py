@@ -91,6 +91,17 @@ def _draw_part(
     return tokens[:, 0].cpu().numpy(), drawn[:, 0].cpu().numpy()
 
 
+def top_tokens(logits: Float[Tensor, "rows vocabulary"], *, num_tokens: int) -> NDArray[np.int32]:
+    """Give each row's most probable tokens, most probable first: neither temperature nor top-k and top-p change which they are.
+
+    Args:
+        logits: As the model gives them.
+        num_tokens: Of each row.
+    """
+    found: NDArray[np.int32] = logits.topk(num_tokens, dim=-1).indices.int().cpu().numpy()
+    return found
+
+
 def _restrict(weights: Float[Tensor, "rows vocabulary"], sampling: RowSampling) -> Float[Tensor, "rows vocabulary"]:
     """Zero what top-k leaves out, and of the rest what top-p leaves out; of equal weights the lower token id goes first."""
     vocabulary = weights.shape[-1]

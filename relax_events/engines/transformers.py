@@ -33,7 +33,7 @@ from relax_events.engines.kv_cache import RowCache
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.engines.requests import admitted_samples
 from relax_events.engines.rows import RowTable, Sample
-from relax_events.engines.sampling import draw, uniforms
+from relax_events.engines.sampling import draw, top_tokens, uniforms
 from relax_events.events.types import FinishReason
 from relax_events.weights import Weights
 
@@ -215,7 +215,8 @@ class TransformersEngine:
         """Draw a token for each of the rows, and hand out what ended."""
         seeds, counts, sampling = self._table.draws(rows)
         tokens, logprobs = draw(logits, uniforms(seeds, counts), sampling=sampling)
-        ended = self._table.record(rows, tokens, logprobs)
+        num_top = self._table.num_top_tokens
+        ended = self._table.record(rows, tokens, logprobs, top_tokens(logits, num_tokens=num_top) if num_top else None)
         if broken := [row for row in ended.tolist() if not np.isfinite(logprobs[row - rows.start])]:
             self._cache.clear(broken)
         for sample in self._leave(ended.tolist()):

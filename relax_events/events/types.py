@@ -209,6 +209,7 @@ class SampleRolledOut:
     answer: str = ""
     metadata: str = "{}"
     routed_experts: Array | None = None
+    topk_ids: Array | None = None
     worker_id: str = ""
     rolled_out_at: int = field(default_factory=now_micros)
 
@@ -239,6 +240,8 @@ class SampleEvaluated:
     evaluator: str
     evaluator_version: int
     values: Array
+    topk_ids: Array | None = None
+    topk_logprobs: Array | None = None
     evaluated_at: int = field(default_factory=now_micros)
 
 
@@ -263,6 +266,9 @@ class SampleReady:
     actor_logprobs: Array | None = None
     ref_logprobs: Array | None = None
     values: Array | None = None
+    teacher_logprobs: Array | None = None
+    topk_ids: Array | None = None
+    topk_teacher_logprobs: Array | None = None
     advantages: Array
     reward: float
     components: dict[str, float] = field(default_factory=dict)

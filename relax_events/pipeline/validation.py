@@ -43,6 +43,7 @@ def check_sample(event: Event) -> SampleRolledOut:
     if not isinstance(event, SampleRolledOut):
         raise PoisonSample(f"expected SampleRolledOut, got {type(event).__name__}")
     _check_arrays(event, ("loss_mask", "rollout_logprobs"))
+    _check_token_sets(event, ("topk_ids",))
     return event
 
 
@@ -50,7 +51,8 @@ def check_ready(event: Event) -> SampleReady:
     """Return a ready sample whose arrays agree and whose numbers are finite; raises as `check_sample`."""
     if not isinstance(event, SampleReady):
         raise PoisonSample(f"expected SampleReady, got {type(event).__name__}")
-    _check_arrays(event, ("loss_mask", "rollout_logprobs", "advantages", "actor_logprobs", "ref_logprobs", "values"))
+    _check_arrays(event, ("loss_mask", "rollout_logprobs", "advantages", "actor_logprobs", "ref_logprobs", "values", "teacher_logprobs"))
+    _check_token_sets(event, ("topk_ids", "topk_teacher_logprobs"))
     if not np.isfinite(event.reward):
         raise PoisonSample(f"sample {event.sample_id}: reward must be finite, got {event.reward}")
     return event
@@ -66,7 +68,14 @@ def check_trainable(sample: SampleReady, *, algorithm: AlgorithmConfig, vocab_si
     Raises:
         PoisonSample: It can't; the text says why.
     """
-    needed = {"actor_logprobs": algorithm.old_logprobs == "actor", "ref_logprobs": algorithm.has_loss_kl, "values": algorithm.needs_critic}
+    needed = {
+        "actor_logprobs": algorithm.old_logprobs == "actor",
+        "ref_logprobs": algorithm.has_loss_kl,
+        "values": algorithm.needs_critic,
+        "teacher_logprobs": algorithm.distills,
+        "topk_ids": algorithm.has_topk_loss,
+        "topk_teacher_logprobs": algorithm.has_topk_loss,
+    }
     for name, is_needed in needed.items():
         if is_needed and getattr(sample, name) is None:
             raise PoisonSample(f"sample {sample.sample_id}: the algorithm needs {name}, got none; was it made under another run file?")
@@ -105,6 +114,23 @@ def _check_arrays(event: SampleRolledOut | SampleReady, fields: tuple[str, ...])
         _check_array(getattr(event, name), tokens.shape, f"{where}: {name}")
     if not isinstance(event.loss_mask, StoredArray) and event.loss_mask[0]:
         raise PoisonSample(f"{where}: loss_mask must be 0 at the first token, since nothing stands before it to predict it from")
+
+
+def _check_token_sets(event: SampleRolledOut | SampleReady, fields: tuple[str, ...]) -> None:
+    """Check arrays that have a row of token ids, or of values of them, for each loss token."""
+    given = {name: array for name in fields if (array := getattr(event, name)) is not None}
+    if isinstance(event.loss_mask, StoredArray):
+        return
+    num_rows = int(event.loss_mask.astype(bool).sum())
+    for name, array in given.items():
+        if len(array.shape) != 2 or array.shape[0] != num_rows:
+            raise PoisonSample(f"sample {event.sample_id}: {name} must have a row for each of {num_rows} loss tokens, got shape {array.shape}")
+        kind = "iu" if name == "topk_ids" else "f"
+        if np.dtype(array.dtype).kind not in kind:
+            raise PoisonSample(f"sample {event.sample_id}: {name} must be {'integers' if name == 'topk_ids' else 'floats'}, got {array.dtype}")
+    if len({array.shape for array in given.values()}) > 1:
+        shapes = " and ".join(str(array.shape) for array in given.values())
+        raise PoisonSample(f"sample {event.sample_id}: {' and '.join(given)} must have one shape, got {shapes}")
 
 
 def _check_array(array: Array | None, shape: tuple[int, ...], what: str) -> None:

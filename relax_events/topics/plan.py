@@ -16,6 +16,7 @@ SAMPLE_TOPICS = {
     "reference.logprobs": "SampleEvaluated by the reference model",
     "actor.logprobs": "SampleEvaluated by the actor-forward role",
     "critic.values": "SampleEvaluated by the critic",
+    "teacher.logprobs": "SampleEvaluated by the teacher",
     "advantage.samples": "SampleReady for the trainer, and PromptGroupEnded for prompt groups that won't be trained",
 }
 CONTROL_TOPICS = {
@@ -30,7 +31,7 @@ COMPACTED_TOPICS = {
     "control.heartbeats": "WorkerBeat, newest by worker",
     "control.schemas": "writer schemas as JSON, by fingerprint",
 }
-DEAD_LETTER_ROLES = ("rollout", "reward", "reference", "actor-forward", "critic", "advantage", "trainer")
+DEAD_LETTER_ROLES = ("rollout", "reward", "reference", "actor-forward", "critic", "teacher", "advantage", "trainer")
 SCORES_PATTERN = re.compile("[a-z0-9][a-z0-9_-]{0,47}")
 MAX_RECORD_BYTES = 16 * 1024 * 1024
 

@@ -31,8 +31,9 @@ ROLE_RIGHTS = {
     "critic": Rights(
         reads=("rollout.samples", "advantage.samples", "control.train-steps"), writes=("critic.values", "advantage.samples"), is_member=True
     ),
+    "teacher": Rights(reads=("rollout.samples",), writes=("teacher.logprobs",), is_member=True),
     "advantage": Rights(
-        reads=("rollout.samples", "reward.scores", "reference.logprobs", "actor.logprobs", "critic.values"),
+        reads=("rollout.samples", "reward.scores", "reference.logprobs", "actor.logprobs", "critic.values", "teacher.logprobs"),
         writes=("advantage.samples",),
         is_member=True,
     ),

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from relax_events.algorithms.distillation import TokenSet
 from relax_events.algorithms.objective import ObjectiveInputs
 from relax_events.algorithms.step_statistics import Whitening
 from relax_events.config import AlgorithmConfig
 from relax_events.events.types import SampleReady
 from relax_events.training.packing import PackedBatch, loss_values, pack
 from relax_events.training.policy_model import TokenLogprobs
+from relax_events.training.token_sets import TokenSets
 
 
 @dataclass(frozen=True, slots=True)
 class LossBatch:
-    """`values` hold `rollout`, `advantages` and, as the algorithm needs them, `old` and `ref`: one number for each loss token."""
+    """`values` hold `rollout`, `advantages` and, as the algorithm needs them, `old`, `ref` and `teacher`: one number for each loss token.
+
+    `token_sets` are there where the loss compares policy and teacher over several token ids.
+    """
 
     batch: PackedBatch
     values: Mapping[str, NDArray[np.floating]]
     sample_ids: list[str]
+    token_sets: TokenSets | None = None
 
     @classmethod
     def of(cls, samples: Sequence[SampleReady], *, algorithm: AlgorithmConfig, vocab_size: int, share_rows: bool) -> LossBatch:
@@ -34,12 +40,13 @@ class LossBatch:
         """
         batch = pack(samples, vocab_size=vocab_size, share_rows=share_rows)
         values = {name: loss_values(samples, field) for name, field in _fields(algorithm).items()}
-        return cls(batch, values, [sample.sample_id for sample in samples])
+        sets = TokenSets.of(samples, num_ids=algorithm.distill_top_k, vocab_size=vocab_size) if algorithm.has_topk_loss else None
+        return cls(batch, values, [sample.sample_id for sample in samples], sets)
 
     def whitened(self, whitening: Whitening) -> LossBatch:
         """Return the same with the advantages that they are over the whole step."""
         advantages = whitening.apply(self.values["advantages"].astype(np.float64))
-        return LossBatch(self.batch, {**self.values, "advantages": advantages}, self.sample_ids)
+        return replace(self, values={**self.values, "advantages": advantages})
 
     def objective_inputs(self, result: TokenLogprobs, *, cutoff: float | None) -> ObjectiveInputs:
         """Put together what the objective takes, on the device and in the dtype of the model's result.
@@ -60,7 +67,14 @@ class LossBatch:
             advantages=given["advantages"],
             num_loss_tokens=torch.from_numpy(self.batch.num_loss_tokens).to(logprobs.device),
             second_moment_cutoff=cutoff,
+            teacher_logprobs=given.get("teacher"),
+            token_set=self._token_set(result),
         )
+
+    def _token_set(self, result: TokenLogprobs) -> TokenSet | None:
+        if self.token_sets is None:
+            return None
+        return TokenSet(result.id_logprobs, torch.from_numpy(self.token_sets.teacher_logprobs).to(result.id_logprobs))
 
 
 def _fields(algorithm: AlgorithmConfig) -> dict[str, str]:
@@ -68,4 +82,6 @@ def _fields(algorithm: AlgorithmConfig) -> dict[str, str]:
     fields = {"rollout": "rollout_logprobs", "advantages": "advantages"}
     if algorithm.old_logprobs != "trainer":
         fields["old"] = f"{algorithm.old_logprobs}_logprobs"
+    if algorithm.distills:
+        fields["teacher"] = "teacher_logprobs"
     return fields | ({"ref": "ref_logprobs"} if algorithm.has_loss_kl else {})

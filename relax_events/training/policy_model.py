@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,10 +29,15 @@ NEIGHBOURS = [0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """At each loss token: the log-probability of the token, and the entropy of the distribution that it was drawn from, in nats."""
+    """At each loss token: the log-probability of the token, and the entropy of the distribution that it was drawn from, in nats.
+
+    `ids` are those that were asked for, none as a rule, and `id_logprobs` their log-probabilities.
+    """
 
     logprobs: Float[Tensor, " loss_tokens"]
     entropies: Float[Tensor, " loss_tokens"]
+    ids: Int[Tensor, "loss_tokens ids"]
+    id_logprobs: Float[Tensor, "loss_tokens ids"]
 
 
 class PolicyModel:
@@ -58,7 +65,9 @@ class PolicyModel:
         self._require_linear_head(path)
         self.shares_rows = self._keeps_neighbours_apart()
 
-    def token_logprobs(self, batch: PackedBatch, *, entropy_gradient: bool = False) -> TokenLogprobs:
+    def token_logprobs(
+        self, batch: PackedBatch, *, entropy_gradient: bool = False, ids: NDArray[np.int64] | None = None, num_best: int = 0
+    ) -> TokenLogprobs:
         """Run a micro-batch and give the tempered log-probabilities at its loss tokens.
 
         Only the hidden states that predict a loss token go through the head, so prompts cost no logits.
@@ -66,22 +75,28 @@ class PolicyModel:
         Args:
             batch: From `packing.pack`, with this model's `vocab_size` and `shares_rows`.
             entropy_gradient: Let the entropies carry a gradient.
+            ids: Token ids whose log-probabilities are wanted too, [loss_tokens, ids]; with a gradient.
+            num_best: In place of `ids`, take so many of the most probable ones.
         """
         input_ids, position_ids, positions, targets, temperatures = (
             torch.from_numpy(array).to(self.device)
             for array in (batch.input_ids, batch.position_ids, batch.loss_positions, batch.targets, batch.temperatures)
         )
         hidden = self._hidden(input_ids, position_ids).flatten(0, 1).index_select(0, positions)
+        wanted = torch.from_numpy(np.zeros((len(batch.targets), 0), np.int64) if ids is None else ids).to(self.device)
         chunk = max(1, MAX_LOGITS_ELEMENTS // self.vocab_size)
         if len(targets) <= chunk:
             num_tokens, missing = len(targets), -len(targets) % HEAD_ROWS
             hidden = torch.nn.functional.pad(hidden, (0, 0, 0, missing))
             targets, temperatures = (torch.nn.functional.pad(values, (0, missing), value=1) for values in (targets, temperatures))
-            logprobs, entropies = self._head_logprobs(hidden, targets, temperatures, entropy_gradient)
-            return TokenLogprobs(logprobs[:num_tokens], entropies[:num_tokens])
-        pieces = zip(hidden.split(chunk), targets.split(chunk), temperatures.split(chunk), strict=True)
-        parts = [checkpoint(self._head_logprobs, *piece, entropy_gradient, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
-        return TokenLogprobs(torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
+            wanted = torch.nn.functional.pad(wanted, (0, 0, 0, missing))
+            whole = self._head_logprobs(hidden, targets, temperatures, wanted, entropy_gradient, num_best)
+            return TokenLogprobs(*(values[:num_tokens] for values in whole))
+        pieces = zip(*(values.split(chunk) for values in (hidden, targets, temperatures, wanted)), strict=True)
+        parts = [
+            checkpoint(self._head_logprobs, *piece, entropy_gradient, num_best, use_reentrant=False, preserve_rng_state=False) for piece in pieces
+        ]
+        return TokenLogprobs(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
     def _hidden(self, input_ids: Int[Tensor, "rows length"], position_ids: Int[Tensor, "rows length"]) -> Float[Tensor, "rows length hidden"]:
         # No mask and no cache: with either, transformers 5 lets packed neighbours attend to each other.
@@ -93,14 +108,17 @@ class PolicyModel:
         hidden: Float[Tensor, "tokens hidden"],
         targets: Int[Tensor, " tokens"],
         temperatures: Float[Tensor, " tokens"],
+        ids: Int[Tensor, "tokens ids"],
         entropy_gradient: bool,
-    ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
+        num_best: int,
+    ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"], Int[Tensor, "tokens ids"], Float[Tensor, "tokens ids"]]:
         logits = self._head(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]
         logprobs = logits.log_softmax(-1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropies = -(logprobs.exp() * logprobs).sum(-1)
-        return logprobs.gather(-1, targets[:, None])[:, 0], entropies
+        ids = logprobs.detach().topk(num_best, dim=-1).indices if num_best else ids
+        return logprobs.gather(-1, targets[:, None])[:, 0], entropies, ids, logprobs.gather(-1, ids)
 
     def replace_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Take other weights of the same model, in Hugging Face names; on an error the old ones stay.

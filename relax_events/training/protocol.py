@@ -24,12 +24,16 @@ class StepFigures:
     `mismatch_*` compares the engine's log-probabilities with the trainer's: at staleness 0 it shows engine and trainer disagreeing on the
     same weights, beyond that also how far the policy has moved. `effective_sample_ratio` is what is left of the loss tokens when each
     is weighed by the ratio of the two: 1 on-policy. `correction_*` are the weights of the algorithm's correction, 1 without one, and the
-    share of tokens outside its range; `masked_fraction` of the tokens carry no policy gradient because of it or of a mask.
+    share of tokens outside its range; `masked_fraction` of the tokens carry no policy gradient because of it or of a mask. `distill_loss`
+    is the divergence from the teacher in the loss, before its coefficient; `teacher_kl` estimates KL(engine's policy || teacher) from the
+    drawn tokens, and so may be a little below 0.
     """
 
     loss: float
     policy_loss: float
     kl_estimate: float
+    distill_loss: float
+    teacher_kl: float
     entropy: float
     clip_low_fraction: float
     clip_high_fraction: float
@@ -61,6 +65,21 @@ class TrainerState:
     tensors: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class SampleScores:
+    """What a model says of a sample: of its tokens and, where asked, of several token ids at each loss token.
+
+    Attributes:
+        logprobs: Of the tokens, as `Scorer.score` gives them.
+        ids: The model's own most probable ones, most probable first; None where it was given the ids.
+        id_logprobs: Of the ids, in nats.
+    """
+
+    logprobs: NDArray[np.float32]
+    ids: NDArray[np.int32] | None = None
+    id_logprobs: NDArray[np.float32] | None = None
+
+
 class TokenScorer(Protocol):
     """Gives a number for every loss token of a sample."""
 
@@ -73,13 +92,24 @@ class TokenScorer(Protocol):
 
 
 class Scorer(TokenScorer, Protocol):
-    """Forward-only log-probabilities, for the roles reference and actor-forward: of the initial weights until it is given others."""
+    """Forward-only log-probabilities, for the roles reference, actor-forward and teacher: of the initial weights until it is given others."""
 
     def score(self, samples: Sequence[SampleRolledOut]) -> list[NDArray[np.float32]]:
         """Give the tempered log-probability of every loss token, in nats, and 0 elsewhere: an array for each sample, as long as its tokens.
 
         Raises:
             PoisonSample: A sample can't be scored; the text names it.
+        """
+
+    def score_topk(self, samples: Sequence[SampleRolledOut], *, num_ids: int, choose_own: bool) -> list[SampleScores]:
+        """Give the same, and the log-probabilities of several token ids at each loss token.
+
+        Args:
+            samples: In any number.
+            num_ids: Ids at each loss token.
+            choose_own: Take the model's own most probable ids, not the sample's `topk_ids`.
+        Raises:
+            PoisonSample: A sample can't be scored, or lacks the ids; the text names it.
         """
 
     def load_weights(self, weights: Weights) -> None:

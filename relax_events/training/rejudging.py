@@ -29,7 +29,29 @@ def _judgement(algorithm: AlgorithmConfig) -> tuple[Any, ...]:
     kl = (algorithm.kl_coefficient, algorithm.kl_estimator, algorithm.old_logprobs) if algorithm.has_reward_kl else ()
     shaping = (algorithm.overlong_ratio, algorithm.overlong_penalty) if algorithm.overlong_ratio else ()
     critic = (algorithm.gamma, algorithm.gae_lambda)
-    return algorithm.name, algorithm.normalise_std, algorithm.reward_weights, algorithm.options, shaping, kl, critic
+    teacher = (algorithm.distill_coefficient, algorithm.old_logprobs) if algorithm.has_distill_advantage else ()
+    return algorithm.name, algorithm.normalise_std, algorithm.reward_weights, algorithm.options, shaping, kl, critic, teacher
+
+
+def require_teacher_of(recorded: AlgorithmConfig, wanted: AlgorithmConfig, *, run_id: str) -> None:
+    """Refuse to distil from a teacher that was not asked, or not of these tokens, when the samples were recorded.
+
+    Args:
+        recorded: The source's.
+        wanted: The replay's.
+        run_id: Names the source.
+    Raises:
+        ConfigError: The records lack what the replay needs; the text says what.
+    """
+    if not wanted.distills:
+        return
+    if not recorded.distills:
+        need = f"algorithm.distill_coefficient = {wanted.distill_coefficient:g} needs the teacher's log-probabilities"
+        raise ConfigError(f"{need}, and run {run_id} was recorded without a teacher; set it to 0, or record with a teacher")
+    had = (recorded.distill_tokens, recorded.distill_top_k) if recorded.has_topk_loss else ("sampled", 0)
+    if wanted.has_topk_loss and (had[0] != wanted.distill_tokens or had[1] < wanted.distill_top_k):
+        need = f"algorithm.distill_tokens = {wanted.distill_tokens!r} with distill_top_k = {wanted.distill_top_k}"
+        raise ConfigError(f"{need} is not on the log of run {run_id}, which has {had[0]} with {had[1]}; replay with those, or with 'sampled'")
 
 
 class Rejudging:
@@ -83,6 +105,7 @@ class Rejudging:
             policy_logprobs=array("actor_logprobs" if self._algorithm.old_logprobs == "actor" else "rollout_logprobs"),
             ref_logprobs=array("ref_logprobs"),
             values=array("values"),
+            teacher_logprobs=array("teacher_logprobs"),
         )
 
     def _reward(self, sample: SampleReady) -> float:

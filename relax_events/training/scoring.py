@@ -1,9 +1,10 @@
-"""Forward-only log-probabilities, for the roles reference and actor-forward."""
+"""Forward-only log-probabilities, for the roles reference, actor-forward and teacher."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,15 +14,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_events.config import ModelConfig
+from relax_events.events.types import SampleRolledOut
 from relax_events.models.causal_lm import choose_device
 from relax_events.training.packing import PackedBatch, TokenSequence, pack, pack_order, padded_length, plain
 from relax_events.training.policy_model import PolicyModel
+from relax_events.training.protocol import SampleScores
+from relax_events.training.token_sets import token_ids
 from relax_events.training.torch_backend import make_deterministic
 
 if TYPE_CHECKING:
     from relax_events.weights.manifest import Weights
 
 ROW_TOKENS = 16
+NO_IDS = np.zeros((0, 0), np.int64)
+"""Stands for each sample's ids where none are given."""
 
 
 class LogprobScorer:
@@ -58,10 +64,32 @@ class LogprobScorer:
         Raises:
             PoisonSample: A sample can't be scored; the text names it.
         """
-        model = self._model
-        return score_apart(
-            samples, max_tokens=self._max_tokens, vocab_size=model.vocab_size, evaluate=lambda batch: model.token_logprobs(batch).logprobs
+        return [scores.logprobs for scores in self._scored(samples, [NO_IDS] * len(samples), num_best=0)]
+
+    def score_topk(self, samples: Sequence[SampleRolledOut], *, num_ids: int, choose_own: bool) -> list[SampleScores]:
+        """Give the same, and the log-probabilities of several token ids at each loss token; see `Scorer`."""
+        if choose_own:
+            return self._scored(samples, [NO_IDS] * len(samples), num_best=num_ids)
+        given = [token_ids(sample, num_ids=num_ids, vocab_size=self._model.vocab_size).astype(np.int64) for sample in samples]
+        return [replace(scores, ids=None) for scores in self._scored(samples, given, num_best=0)]
+
+    def _scored(self, samples: Sequence[TokenSequence], ids: Sequence[NDArray[np.int64]], *, num_best: int) -> list[SampleScores]:
+        scores: dict[int, SampleScores] = {}
+        for indices in alike(samples, max_tokens=self._max_tokens):
+            rows = self._score_rows([samples[index] for index in indices], [ids[index] for index in indices], num_best=num_best)
+            scores |= zip(indices, rows, strict=True)
+        return [scores[index] for index in range(len(samples))]
+
+    def _score_rows(self, samples: Sequence[TokenSequence], ids: Sequence[NDArray[np.int64]], *, num_best: int) -> list[SampleScores]:
+        batch = pack_apart(samples, vocab_size=self._model.vocab_size)
+        wanted = None if ids[0] is NO_IDS else np.concatenate(ids)
+        with torch.inference_mode():
+            found = self._model.token_logprobs(batch, ids=wanted, num_best=num_best)
+        best, best_logprobs = (
+            np.split(values.cpu().numpy(), np.cumsum(batch.num_loss_tokens)[:-1]) for values in (found.ids.int(), found.id_logprobs.float())
         )
+        logprobs = unpacked(found.logprobs, samples, batch)
+        return [SampleScores(*parts) for parts in zip(logprobs, best, best_logprobs, strict=True)]
 
     def load_weights(self, weights: Weights) -> None:
         """Go over to another policy version; on an error the old one stays.
@@ -88,23 +116,34 @@ def score_apart(
     Raises:
         PoisonSample: A sample can't be evaluated; the text names it.
     """
-    alike: dict[int, list[int]] = defaultdict(list)
-    for index, sample in enumerate(samples):
-        alike[padded_length(len(plain(sample, "tokens")), multiple=ROW_TOKENS)].append(index)
     scores: dict[int, NDArray[np.float32]] = {}
-    for length, indices in alike.items():
-        for part in pack_order([length] * len(indices), max_tokens=max_tokens):
-            rows = [samples[index] for index in indices[part]]
-            batch = pack(rows, vocab_size=vocab_size, share_rows=False, row_multiple=ROW_TOKENS)
-            with torch.inference_mode():
-                values = evaluate(batch).float().cpu().numpy()
-            scores |= zip(indices[part], _unpacked(values, rows, batch.num_loss_tokens), strict=True)
+    for indices in alike(samples, max_tokens=max_tokens):
+        rows = [samples[index] for index in indices]
+        batch = pack_apart(rows, vocab_size=vocab_size)
+        with torch.inference_mode():
+            values = evaluate(batch)
+        scores |= zip(indices, unpacked(values, rows, batch), strict=True)
     return [scores[index] for index in range(len(samples))]
 
 
-def _unpacked(values: NDArray[np.float32], rows: Sequence[TokenSequence], num_loss_tokens: NDArray[np.int64]) -> list[NDArray[np.float32]]:
-    masks = [plain(sample, "loss_mask").astype(bool) for sample in rows]
+def alike(samples: Sequence[TokenSequence], *, max_tokens: int) -> Iterator[list[int]]:
+    """Give the indices of samples of one padded length, as many at a time as the budget of one forward allows."""
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for index, sample in enumerate(samples):
+        by_length[padded_length(len(plain(sample, "tokens")), multiple=ROW_TOKENS)].append(index)
+    for length, indices in by_length.items():
+        yield from (indices[part] for part in pack_order([length] * len(indices), max_tokens=max_tokens))
+
+
+def pack_apart(samples: Sequence[TokenSequence], *, vocab_size: int) -> PackedBatch:
+    """Pack samples of one padded length, each into a row of its own."""
+    return pack(samples, vocab_size=vocab_size, share_rows=False, row_multiple=ROW_TOKENS)
+
+
+def unpacked(values: Tensor, samples: Sequence[TokenSequence], batch: PackedBatch) -> list[NDArray[np.float32]]:
+    """Lay the values of loss tokens out by sample, as long as its tokens, with 0 elsewhere."""
+    masks = [plain(sample, "loss_mask").astype(bool) for sample in samples]
     scores = [np.zeros(len(mask), np.float32) for mask in masks]
-    for score, mask, piece in zip(scores, masks, np.split(values, np.cumsum(num_loss_tokens)[:-1]), strict=True):
+    for score, mask, piece in zip(scores, masks, np.split(values.float().cpu().numpy(), np.cumsum(batch.num_loss_tokens)[:-1]), strict=True):
         score[mask] = piece
     return scores

@@ -17,7 +17,7 @@ from relax_events.pipeline.source_run import SourceRun
 from relax_events.pipeline.worker import Worker
 from relax_events.training.ranks import Ranks
 from relax_events.training.recorded_batches import Decode, RecordedBatch, RecordedBatches
-from relax_events.training.rejudging import Rejudging, needs_advantages, read_rewards
+from relax_events.training.rejudging import Rejudging, needs_advantages, read_rewards, require_teacher_of
 
 log = structlog.get_logger()
 STEPS_AT_ONCE = 16
@@ -47,9 +47,10 @@ def open_batches(worker: Worker, source: SourceRun, ranks: Ranks) -> RecordedBat
     """Return the batches of a replay: as recorded, or judged anew where the run file asks for it.
 
     Raises:
-        ConfigError: The scores that the run file names are not there.
+        ConfigError: The scores that the run file names are not there, or the teacher's log-probabilities.
     """
     config = worker.config
+    require_teacher_of(source.config.algorithm, config.algorithm, run_id=source.config.run.id)
     judge, max_new_tokens = None, config.engine.sampling.max_new_tokens
     if config.source.scores:
         judge = Rejudging(config.algorithm, max_new_tokens=max_new_tokens, rewards=_rewards(worker, source), scores=config.source.scores)

@@ -19,7 +19,7 @@ from relax_events.training.ranks import Ranks
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over loss tokens, `loss` to `kl_estimate` weighted as the aggregation says."""
+    """Sums over loss tokens; `loss` to `kl_estimate`, and `distillation`, are weighted as the aggregation says."""
 
     loss: float
     policy_loss: float
@@ -35,13 +35,15 @@ class Totals:
     correction: float
     correction_clipped: float
     masked: float
+    distillation: float
+    teacher_kl: float
     num_units: float
     num_loss_tokens: float
     num_tokens: float
     num_samples: float
 
 
-NUM_DEVICE_SUMS = 14
+NUM_DEVICE_SUMS = 16
 """The first sums are computed on the device, the others are counts that the host knows."""
 
 
@@ -79,6 +81,8 @@ def sum_micro_batch(tokens: TokenLosses, inputs: ObjectiveInputs) -> Float[Tenso
         tokens.correction.values,
         tokens.correction.outside,
         tokens.masked,
+        weights * tokens.distillation,
+        torch.zeros_like(difference) if inputs.teacher_logprobs is None else inputs.rollout_logprobs - inputs.teacher_logprobs,
     ]
     sums = torch.stack([row.detach().double().sum() for row in rows])
     largest = difference.abs().double().max() if len(difference) else sums.new_zeros(())

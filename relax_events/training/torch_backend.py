@@ -97,7 +97,8 @@ class TorchBackend:
         self._micro_batches.append(MicroBatchSums(device_sums, counts, loss_batch.sample_ids))
 
     def _forward_backward(self, loss_batch: LossBatch, cutoff: float | None) -> Tensor:
-        result = self._model.token_logprobs(loss_batch.batch, entropy_gradient=self._config.algorithm.entropy_coefficient > 0)
+        ids = loss_batch.token_sets.ids if loss_batch.token_sets else None
+        result = self._model.token_logprobs(loss_batch.batch, entropy_gradient=self._config.algorithm.entropy_coefficient > 0, ids=ids)
         inputs = loss_batch.objective_inputs(result, cutoff=cutoff)
         tokens = self._objective(inputs)
         (tokens.token_weights * tokens.losses).sum().backward()
@@ -217,6 +218,8 @@ def _figures(totals: Totals, *, mismatch_max: float, grad_norm: float, learning_
         loss=totals.loss / units,
         policy_loss=totals.policy_loss / units,
         kl_estimate=totals.kl_estimate / units,
+        distill_loss=totals.distillation / units,
+        teacher_kl=totals.teacher_kl / tokens,
         entropy=totals.entropy / tokens,
         clip_low_fraction=totals.clip_low / tokens,
         clip_high_fraction=totals.clip_high / tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from pathlib import Path
 
@@ -39,6 +40,21 @@ source = "jsonl:{folder / "prompts.jsonl"}"
 """)
     made = call_relax("models", "prepare", run_file, cwd=folder, timeout_seconds=100)
     assert made.code == 0, made.err
+    return folder
+
+
+@pytest.fixture(scope="session")
+def teacher(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model of the policy's architecture and tokenizer that likes other tokens much better than the random policy does."""
+    import safetensors.torch
+    import torch
+
+    folder = shutil.copytree(prepared / "model", tmp_path_factory.mktemp("teacher") / "model")
+    generator = torch.Generator().manual_seed(5)
+    for path in folder.glob("*.safetensors"):
+        tensors = safetensors.torch.load_file(path)
+        moved = {name: value + 0.25 * torch.randn(value.shape, generator=generator) for name, value in tensors.items()}
+        safetensors.torch.save_file(moved, path, metadata={"format": "pt"})
     return folder
 
 

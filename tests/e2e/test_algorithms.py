@@ -52,13 +52,14 @@ def curves_of(folder: Path, run_id: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def source(prepared: Path, bootstrap_servers: str, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    """Train three live steps by GDPO, with the reference and actor-forward roles, so that their log-probabilities are on the log."""
+def source(prepared: Path, teacher: Path, bootstrap_servers: str, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """Train three live steps by GDPO, with the reference, actor-forward and teacher roles, so that their log-probabilities are on the log."""
     folder = tmp_path_factory.mktemp("algorithms")
     (folder / "parts.py").write_text(PARTS)
     run_file = folder / "run.toml"
     text = run_file_text(prepared, f"t-{uuid.uuid4().hex[:12]}", more=f'directory = "{folder / ".relax"}"')
     algorithm = '[algorithm]\nname = "gdpo"\nkl_coefficient = 0.001\nold_logprobs = "actor"\ncorrection = "tis"\n'
+    algorithm += f'distill_coefficient = 0.001\n[teacher]\nmodel_path = "{teacher}"\n'
     run_file.write_text(f'{text}\n{algorithm}[broker]\nbootstrap_servers = "{bootstrap_servers}"\n')
     ended = call_relax("run", run_file, f"reward.function={folder / 'parts.py'}:parts", cwd=folder, timeout_seconds=200)
     assert ended.code == 0, ended.err

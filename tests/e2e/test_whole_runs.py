@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from command_line import Relax, log_of, report_of, write_rows
 
@@ -116,7 +117,9 @@ def test_uniform_prompt_groups_are_filtered_and_replaced(relax: Relax, run_file:
     assert report["outcomes"]["issued"] >= report["outcomes"]["trained"] + report["outcomes"]["filtered"]
 
 
-def test_word_problems_go_through_the_same_pipe(relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, tmp_path: Path) -> None:
+def test_word_problems_go_through_the_same_pipe(
+    relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, tmp_path: Path, prepared: Path
+) -> None:
     problems = [
         {"question": f"Tom has {n} apples and buys {m}. How many has he?", "answer": f"{n} + {m} = <<{n}+{m}={n + m}>>{n + m}\n#### {n + m}"}
         for n, m in ((2, 3), (4, 5), (1, 7), (6, 6))
@@ -136,8 +139,15 @@ def test_word_problems_go_through_the_same_pipe(relax: Relax, run_file: Path, bo
         "reward.function=gsm8k",
         "algorithm.kl_coefficient=0.001",
         "algorithm.old_logprobs=actor",
+        "algorithm.distill_coefficient=0.01",
+        "algorithm.distill_tokens=student_topk",
+        "algorithm.distill_top_k=8",
+        f"teacher.model_path={prepared / 'model'}",
     )
     samples = rolled_out(bootstrap_servers, run_id, num_partitions=6)
     assert {sample.messages[0].text for sample in samples} == {"End with #### and the number."}
     assert {sample.answer for sample in samples} <= {problem["answer"] for problem in problems}
-    assert report["curves"]["kl_estimate"][0] == pytest.approx(0, abs=1e-6)
+    # Reference and teacher both are the model that the run starts from.
+    for distance in ("kl_estimate", "distill_loss", "teacher_kl"):
+        assert report["curves"][distance][0] == pytest.approx(0, abs=1e-6)
+    assert {np.asarray(sample.topk_ids).shape for sample in samples} == {(int(np.asarray(sample.loss_mask).sum()), 8) for sample in samples}

@@ -13,6 +13,7 @@ from relax_events.events.types import PolicyEvaluated, TrainStepCommitted
 from relax_events.pipeline.failpoints import POINTS
 
 STEPS = 14
+STEPS_OF_ONE_ROLE = 6
 BY_DEFAULT = [
     (
         "rollout.before_flush:2",
@@ -48,6 +49,7 @@ LONG = [
         "controller.before_command",
     ),
     ("rollout.before_load:3", "advantage.handing_over", "checkpoint.before_manifest", "trainer.after_ends"),
+    ("teacher.before_flush:2", "teacher.before_commit", "teacher.after_commit"),
     ("evaluator.before_load:2", "evaluator.generating:2", "evaluator.after_write:2"),
     ("critic.before_flush:2", "critic.before_commit:4", "critic.after_commit:6", "critic.learning:5"),
 ]
@@ -65,13 +67,14 @@ def test_every_point_has_its_turn() -> None:
 def test_run_ends_by_itself_when_workers_kill_themselves_at(points: tuple[str, ...], start_run: Callable[..., FaultRun], directory: Path) -> None:
     # Two advantage workers, so that one hands partitions over to the other; a reward function that raises, so that prompt groups end untrained.
     evaluation = {"every": 3, "datasets": [{"name": name, "source": f"jsonl:{directory / 'prompts.jsonl'}"} for name in ("one", "two")]}
-    is_evaluated = points[0].startswith("evaluator.")
+    is_evaluated, is_taught = (points[0].startswith(role) for role in ("evaluator.", "teacher."))
     run = start_run(
-        run={"num_steps": STEPS},
+        run={"num_steps": STEPS_OF_ONE_ROLE if is_taught else STEPS},
         evaluation=evaluation if is_evaluated else {},
+        algorithm={"distill_coefficient": 0.1} if is_taught else {"name": "ppo"} if points[0].startswith("critic.") else {},
+        teacher={"model_path": str(directory / "model")} if is_taught else {},
         trainer={"checkpoint_every": 3},
         workers={"advantage": 2},
-        algorithm={"name": "ppo"} if points[0].startswith("critic.") else {},
         reward={"function": f"{directory / 'reward.py'}:badly", "timeout_seconds": 1.0},
     )
     armed = [f"{point}=kill" for point in points]

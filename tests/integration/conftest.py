@@ -86,7 +86,7 @@ def apply_run(bootstrap_servers: str, make_run_config: Callable[..., RunConfig],
         sections["broker"] = {"bootstrap_servers": bootstrap_servers} | sections.get("broker", {})
         config = make_run_config(**sections)
         apply_topics(config, admin)
-        for role in ("reward", "reference", "actor-forward", "critic", "advantage"):
+        for role in ("reward", "reference", "actor-forward", "critic", "teacher", "advantage"):
             admin.alter_group(TopicPlan.of(config).consumer_group(role), QUICK_GROUP)
         return config
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_events.algorithms.describing import installed_algorithms
+from relax_events.algorithms.distillation import TokenSet
 from relax_events.algorithms.objective import Objective, ObjectiveInputs
 from relax_events.config import AlgorithmConfig
 from relax_events.training.packing import pack_order
@@ -41,6 +42,14 @@ CORRECTIONS = {
         "kl_unbiased": True,
         "entropy_coefficient": 0.02,
     },
+    "distilled by the drawn token": {"distill_coefficient": 0.5, "distill_placement": "loss", "distill_divergence": "jsd"},
+    "distilled over a set": {
+        "distill_coefficient": 0.5,
+        "distill_placement": "loss",
+        "distill_divergence": "forward_kl",
+        "distill_tokens": "teacher_topk",
+        "distill_top_k": 3,
+    },
     "everything": {
         "correction": "tis",
         "old_logprobs": "actor",
@@ -50,8 +59,11 @@ CORRECTIONS = {
         "kl_coefficient": 0.1,
         "kl_placement": "loss",
         "entropy_coefficient": 0.02,
+        "distill_coefficient": 0.5,
+        "distill_placement": "loss",
     },
 }
+TEACHER = torch.linspace(2, -1, 15, dtype=torch.float64).sin().reshape(3, 5)
 ALGORITHMS = st.sampled_from(NAMES)
 CHANGES = st.sampled_from(list(CORRECTIONS))
 
@@ -87,6 +99,8 @@ def inputs_of(weights: torch.Tensor, samples: list[LinearSample], algorithm: Alg
         return torch.cat([getattr(sample, name) for sample in samples]).to(dtype)
 
     distributions = (joined("features") @ weights).log_softmax(-1)
+    teacher = (joined("features") @ TEACHER.to(dtype)).log_softmax(-1)
+    ids = teacher.topk(3).indices
     return ObjectiveInputs(
         logprobs=distributions.gather(-1, joined("tokens").long()[:, None])[:, 0],
         entropies=-(distributions.exp() * distributions).sum(-1),
@@ -95,6 +109,8 @@ def inputs_of(weights: torch.Tensor, samples: list[LinearSample], algorithm: Alg
         ref_logprobs=joined("ref"),
         advantages=joined("advantages"),
         num_loss_tokens=torch.tensor([len(sample.tokens) for sample in samples]),
+        teacher_logprobs=teacher.gather(-1, joined("tokens").long()[:, None])[:, 0],
+        token_set=TokenSet(distributions.gather(-1, ids), teacher.gather(-1, ids)) if algorithm.has_topk_loss else None,
     )
 
 

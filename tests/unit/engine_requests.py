@@ -49,7 +49,7 @@ def fresh_sample(sample_id: str, seed: int) -> SampleRequest:
 
 
 def make_request(
-    number: int, *, num_samples: int = 2, prompt: NDArray[np.int32] | None = None, stops: tuple[int, ...] = (), **sampling: Any
+    number: int, *, num_samples: int = 2, prompt: NDArray[np.int32] | None = None, stops: tuple[int, ...] = (), num_top: int = 0, **sampling: Any
 ) -> GenerationRequest:
     """Ask for a prompt group; its number decides everything in it."""
     return GenerationRequest(
@@ -58,6 +58,7 @@ def make_request(
         samples=tuple(fresh_sample(f"g{number}/{index}", 1000 * number + index) for index in range(num_samples)),
         sampling=SamplingConfig(**{"max_new_tokens": 6} | sampling),
         stop_token_ids=stops,
+        num_top_tokens=num_top,
     )
 
 
@@ -65,7 +66,14 @@ def continued(request: GenerationRequest, partial: list[GeneratedSample]) -> Gen
     """Ask to go on with aborted samples."""
     seeds = {sample.sample_id: sample.seed for sample in request.samples}
     samples = tuple(
-        SampleRequest(sample_id=one.sample_id, seed=seeds[one.sample_id], tokens=one.tokens, logprobs=one.logprobs, segments=one.segments)
+        SampleRequest(
+            sample_id=one.sample_id,
+            seed=seeds[one.sample_id],
+            tokens=one.tokens,
+            logprobs=one.logprobs,
+            segments=one.segments,
+            top_tokens=one.top_tokens,
+        )
         for one in partial
     )
     return GenerationRequest(
@@ -74,6 +82,7 @@ def continued(request: GenerationRequest, partial: list[GeneratedSample]) -> Gen
         samples=samples,
         sampling=request.sampling,
         stop_token_ids=request.stop_token_ids,
+        num_top_tokens=request.num_top_tokens,
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 from relax_events.algorithms.judging import Judge
 from relax_events.events.types import Outcome, SampleReady
 from relax_events.pipeline.join import JoinedGroup
-from workers.advantage import AdvantageLoop
+from workers.advantage import AdvantageLoop, needed_evaluators
 
 GROUP = "000004-0000-0"
 
@@ -33,17 +33,27 @@ class Sent:
         self.ended.append((prompt_group_id, outcome, reason))
 
 
-def finish(config: Any, rewards: list[float], components: list[dict[str, float]] | None = None, ref: np.ndarray | None = None) -> Sent:
+def finish(
+    config: Any,
+    rewards: list[float],
+    components: list[dict[str, float]] | None = None,
+    ref: np.ndarray | None = None,
+    taught: dict[str, np.ndarray] | None = None,
+    topk_ids: np.ndarray | None = None,
+) -> Sent:
     """Let the role finish a prompt group of samples with two loss tokens each."""
     group = JoinedGroup(GROUP, 0, 0)
     for index, reward in enumerate(rewards):
-        sample = event_samples.rolled_out(GROUP, index, of=len(rewards))
+        sample = event_samples.rolled_out(GROUP, index, of=len(rewards), topk_ids=topk_ids)
         parts = components[index] if components else {}
         group.samples[sample.sample_id] = sample
         group.scores[sample.sample_id] = dataclasses.replace(event_samples.scored(GROUP, index, reward=reward), components=parts)
         if ref is not None:
             evaluated = dataclasses.replace(event_samples.evaluated(GROUP, index), values=ref)
             group.evaluations.setdefault("reference", {})[sample.sample_id] = evaluated
+        if taught is not None:
+            evaluated = dataclasses.replace(event_samples.evaluated(GROUP, index, evaluator="teacher"), **taught)
+            group.evaluations.setdefault("teacher", {})[sample.sample_id] = evaluated
     sent, loop = Sent(config), AdvantageLoop.__new__(AdvantageLoop)
     loop._worker = sent  # type: ignore[assignment]
     loop._judge = Judge(config.algorithm, max_new_tokens=config.engine.sampling.max_new_tokens)
@@ -67,6 +77,27 @@ def test_prompt_group_whose_rewards_do_not_fit_the_algorithm_fails_alone(make_ru
     assert sent.ready == []
     reason = "reward: there are no reward components to normalise apart; return a dict of them, or take another algorithm"
     assert sent.ended == [(GROUP, Outcome.FAILED, reason)]
+
+
+def test_what_the_teacher_said_travels_to_the_trainer(make_run_config: Any) -> None:
+    settings = {"name": "opd", "distill_placement": "loss", "distill_tokens": "teacher_topk", "distill_top_k": 2}
+    config = make_run_config(algorithm=settings, teacher={"model_path": "teacher"})
+    assert needed_evaluators(config) == {"teacher"}
+    ids, logprobs = np.array([[5, 9], [6, 1]], np.int32), np.log(np.array([[0.5, 0.25], [0.9, 0.05]], np.float32))
+    taught = {"values": np.array([0, 0, -1.5, -0.75], np.float32), "topk_ids": ids, "topk_logprobs": logprobs}
+    sent = finish(config, [1.0, 2.0], taught=taught)
+    for sample in sent.ready:
+        assert [np.asarray(values).tolist() for values in (sample.topk_ids, sample.topk_teacher_logprobs)] == [ids.tolist(), logprobs.tolist()]
+        assert np.asarray(sample.teacher_logprobs).tolist() == [0, 0, -1.5, -0.75]
+        assert sample.advantages.tolist() == [0, 0, 0, 0]
+
+
+def test_ids_of_the_engine_travel_when_the_teacher_chose_none(make_run_config: Any) -> None:
+    settings = {"name": "opd", "distill_placement": "loss", "distill_tokens": "student_topk", "distill_top_k": 2}
+    ids = np.array([[5, 9], [6, 1]], np.int32)
+    taught = {"topk_logprobs": np.zeros((2, 2), np.float32)}
+    sent = finish(make_run_config(algorithm=settings, teacher={"model_path": "teacher"}), [1.0, 2.0], taught=taught, topk_ids=ids)
+    assert [np.asarray(sample.topk_ids).tolist() for sample in sent.ready] == [ids.tolist()] * 2
 
 
 def test_kl_is_taken_off_the_reward_token_by_token(make_run_config: Any) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 from pydantic import ValidationError
@@ -64,6 +65,7 @@ def test_defaults_of_the_section_are_those_of_grpo() -> None:
         ("reinforce_plus_plus", {"whiten_advantages": "tokens", "kl_placement": "reward", "kl_estimator": "k1", "normalise_std": None}),
         ("reinforce_plus_plus_baseline", {"whiten_advantages": "tokens", "kl_placement": "loss", "kl_estimator": "k2"}),
         ("gdpo", {"whiten_advantages": "samples", "reward_weights": {}, "normalise_std": True}),
+        ("opd", {"distill_coefficient": 1.0, "distill_placement": "advantage", "distill_divergence": "reverse_kl", "normalise_std": None}),
     ],
 )
 def test_name_alone_brings_the_papers_settings(name: str, settings: dict[str, Any]) -> None:
@@ -98,7 +100,20 @@ def test_every_installed_algorithm_is_whole() -> None:
         ({"correction": "decoupled", "old_logprobs": "actor", "correction_low": 0.5}, "correction_low = 0.5 is not used by correction = 'decoupled'"),
         ({"correction": "tis", "old_logprobs": "actor", "correction_low": 3.0}, "correction_low must be at most correction_high = 2.0, got 3.0"),
         ({"dual_clip": 0.5}, "dual_clip must be above 1, or 0 for none, got 0.5"),
+        ({"name": "ppo", "distill_coefficient": 0.1, "distill_placement": "advantage"}, "set distill_placement = 'loss' with ppo"),
         ({"kl_unbiased": True, "kl_placement": "reward"}, "kl_unbiased = true mends the gradient of a KL estimate in the loss"),
+        (
+            {"name": "gspo", "distill_placement": "advantage"},
+            "distill_placement = 'advantage' is not for gspo: as an advantage it is each token's own",
+        ),
+        ({"name": "opd", "filter_uniform_rewards": True}, "filter_uniform_rewards = True is not for opd: no reward counts"),
+        ({"distill_tokens": "teacher_topk"}, "distill_top_k must be at least 1 with distill_tokens = 'teacher_topk', got 0"),
+        ({"distill_top_k": 4}, "distill_top_k must be 0 with distill_tokens = 'sampled', got 4"),
+        (
+            {"name": "opd", "distill_divergence": "jsd"},
+            "distill_placement = 'advantage' takes the reverse KL of the sampled tokens, got jsd of sampled; set distill_placement = 'loss'",
+        ),
+        ({"distill_mixture": 1.5}, "less than or equal to 1"),
         ({"name": "gpro"}, "algorithm.name = 'gpro' is not installed; installed are cispo, dapo, dr_grpo, gdpo, grpo,"),
         ({"clip_lo": 0.1}, "Extra inputs are not permitted"),
         ({"name": "nowhere/mine.py:MINE"}, "file nowhere/mine.py does not exist"),
@@ -189,6 +204,23 @@ def test_reference_is_needed_for_either_place_of_the_kl(make_run_config: Any) ->
     assert make_run_config(algorithm={"name": "ppo"}).roles()["critic"] == 1
 
 
+def test_teacher_is_needed_where_the_policy_distils(make_run_config: Any) -> None:
+    assert "teacher" not in make_run_config(teacher={"model_path": "elsewhere"}).roles()
+    config = make_run_config(algorithm={"name": "opd"}, teacher={"model_path": "elsewhere"}, workers={"teacher": 2})
+    assert config.roles()["teacher"] == 2
+    assert (config.algorithm.has_distill_advantage, config.algorithm.has_distill_loss) == (True, False)
+    with pytest.raises(ValidationError, match=r"distill_coefficient = 1 needs a teacher; set teacher.model_path"):
+        make_run_config(algorithm={"name": "opd"})
+    assert "teacher" not in make_run_config(algorithm={"name": "opd"}, source={"run": "old"}).roles()
+
+
+@pytest.mark.parametrize(("tokens", "num_wanted"), [("student_topk", 5), ("teacher_topk", 0)])
+def test_engine_is_asked_for_its_most_probable_tokens_only_where_they_are_compared(tokens: str, num_wanted: int) -> None:
+    settings = {"distill_tokens": tokens, "distill_top_k": 5}
+    assert AlgorithmConfig.model_validate(settings | {"distill_coefficient": 0.5}).num_rollout_top_tokens == num_wanted
+    assert AlgorithmConfig.model_validate(settings).num_rollout_top_tokens == 0
+
+
 def test_recorded_advantages_are_kept_unless_what_they_depend_on_differs() -> None:
     def judged(**settings: Any) -> AlgorithmConfig:
         return AlgorithmConfig.model_validate(settings)
@@ -197,6 +229,9 @@ def test_recorded_advantages_are_kept_unless_what_they_depend_on_differs() -> No
     assert needs_advantages(judged(), judged(overlong_ratio=0.1))
     assert needs_advantages(judged(name="rloo"), judged(name="rloo", kl_coefficient=0.1))
     assert needs_advantages(judged(name="ppo"), judged(name="ppo", gae_lambda=0.9))
+    assert needs_advantages(judged(name="opd"), judged(name="opd", distill_coefficient=0.5))
+    assert needs_advantages(judged(name="opd"), judged(name="opd", distill_placement="loss"))
+    assert not needs_advantages(judged(), judged(distill_coefficient=0.5))
     assert needs_advantages(judged(name="gdpo"), judged(name="gdpo", reward_weights={"a": 2.0}))
 
 
@@ -207,6 +242,20 @@ def test_sample_needs_reference_logprobs_only_where_the_loss_has_them() -> None:
     with pytest.raises(PoisonSample, match="the algorithm needs values, got none"):
         check_trainable(sample, algorithm=AlgorithmConfig(name="ppo"), vocab_size=100)
     check_trainable(sample, algorithm=AlgorithmConfig.model_validate({"name": "rloo", "kl_coefficient": 0.1}), vocab_size=100)
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "missing"),
+    [
+        ({"name": "opd"}, {}, "teacher_logprobs"),
+        ({"distill_coefficient": 1.0, "distill_tokens": "teacher_topk", "distill_top_k": 2}, {"teacher_logprobs": np.zeros(4)}, "topk_ids"),
+    ],
+)
+def test_sample_without_what_the_teacher_said_is_not_trained(settings: dict[str, Any], changes: dict[str, Any], missing: str) -> None:
+    from event_samples import ready
+
+    with pytest.raises(PoisonSample, match=f"the algorithm needs {missing}, got none"):
+        check_trainable(ready(**changes), algorithm=AlgorithmConfig.model_validate(settings), vocab_size=100)
 
 
 def test_advantage_role_and_run_files_load_no_torch() -> None:

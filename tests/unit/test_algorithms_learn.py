@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from relax_events.algorithms.describing import installed_algorithms
+from relax_events.algorithms.distillation import TokenSet
 from relax_events.algorithms.judging import Judge, RewardedSample
 from relax_events.algorithms.objective import Objective, ObjectiveInputs
 from relax_events.config import AlgorithmConfig
@@ -16,6 +17,8 @@ from relax_events.training.ranks import SingleRank
 from relax_events.training.whole_step import step_cutoff, step_whitening
 
 NUM_TOKENS, LENGTH, GROUPS, SAMPLES = 5, 3, 8, 4
+TEACHER = np.array([0.9, 0.04, 0.03, 0.02, 0.01])
+"""Likes what is rewarded, for the algorithm that rewards are nothing to."""
 CORRECTED = {"old_logprobs": "trainer", "correction": "tis", "opsm_threshold": 0.5, "m2_threshold": 0.04}
 
 
@@ -30,6 +33,7 @@ def judged(draws: np.ndarray, logprobs: np.ndarray, judge: Judge) -> np.ndarray:
             policy_logprobs=logprob,
             ref_logprobs=np.full(LENGTH, -np.log(NUM_TOKENS)),
             values=np.full(LENGTH, 0.5),
+            teacher_logprobs=np.log(TEACHER)[draw],
         )
         for index, (draw, logprob) in enumerate(zip(draws, logprobs, strict=True))
     ]
@@ -70,3 +74,56 @@ def test_policy_comes_to_choose_what_is_rewarded(name: str, settings: dict[str, 
         ((tokens.token_weights * tokens.losses).sum() / objective.num_units(lengths)).backward()
         optimizer.step()
     assert logits.softmax(-1)[0].item() > 0.7
+
+
+TOP = {"distill_placement": "loss", "distill_top_k": 2}
+WAYS: list[dict[str, Any]] = [
+    {},
+    *({"distill_placement": "loss", "distill_divergence": kind} for kind in ("reverse_kl", "forward_kl", "jsd")),
+    {"distill_tokens": "student_topk"} | TOP,
+    {"distill_tokens": "teacher_topk", "distill_divergence": "forward_kl", "distill_tail": "truncate"} | TOP,
+    {"distill_tokens": "teacher_topk", "distill_divergence": "jsd", "distill_mixture": 0.2} | TOP,
+]
+
+
+@pytest.mark.parametrize("settings", WAYS, ids=lambda settings: ",".join(map(str, settings.values())) or "advantage")
+def test_policy_comes_to_choose_as_its_teacher_does(settings: dict[str, Any]) -> None:
+    algorithm = AlgorithmConfig.model_validate({"name": "opd"} | settings)
+    judge, objective = Judge(algorithm, max_new_tokens=8), Objective(algorithm, max_new_tokens=8)
+    teacher = torch.tensor([0.5, 0.25, 0.15, 0.06, 0.04])
+    logits = torch.tensor([-0.5, 0.0, 0.5, 1.0, 0.0], requires_grad=True)
+    optimizer, generator = torch.optim.Adam([logits], lr=0.1), torch.Generator().manual_seed(1)
+    lengths = torch.full((GROUPS * SAMPLES,), LENGTH)
+    for _ in range(50):
+        rollout = logits.detach().log_softmax(-1)
+        draws = torch.multinomial(rollout.exp(), len(lengths) * LENGTH, replacement=True, generator=generator)
+        rewarded = [
+            RewardedSample(
+                sample_id=str(index),
+                reward=float(index),
+                components={},
+                loss_mask=np.ones(LENGTH, np.uint8),
+                policy_logprobs=rollout[draw].numpy(),
+                teacher_logprobs=teacher.log()[draw].numpy(),
+            )
+            for index, draw in enumerate(draws.reshape(-1, LENGTH))
+        ]
+        policy, ids = logits.log_softmax(-1), (teacher if algorithm.distill_tokens == "teacher_topk" else rollout).topk(2).indices
+        one_set = TokenSet(policy[ids].expand(len(draws), 2), teacher.log()[ids].expand(len(draws), 2))
+        inputs = ObjectiveInputs(
+            logprobs=policy[draws],
+            entropies=torch.zeros(len(draws)),
+            rollout_logprobs=rollout[draws],
+            old_logprobs=rollout[draws],
+            ref_logprobs=None,
+            advantages=torch.from_numpy(np.concatenate(judge(rewarded))),
+            num_loss_tokens=lengths,
+            teacher_logprobs=teacher.log()[draws],
+            token_set=one_set if algorithm.has_topk_loss else None,
+        )
+        tokens = objective(inputs)
+        optimizer.zero_grad()
+        ((tokens.token_weights * tokens.losses).sum() / objective.num_units(lengths)).backward()
+        optimizer.step()
+    kept = ids if algorithm.distill_tokens == "teacher_topk" else torch.arange(5)
+    torch.testing.assert_close(logits.detach().softmax(-1)[kept], teacher[kept], rtol=0, atol=0.06)

@@ -41,10 +41,10 @@ def make_data(make_run_config: MakeRunConfig, tmp_path: Path) -> MakeRunConfig:
 
 def test_examine_reports_every_check_even_where_some_fail(make_data: MakeRunConfig) -> None:
     findings = examine(make_data(engine={"name": "vroom"}))
-    names = ["broker", "schema registry", "object store", "disk", "model", "data", "reward", "roles", "metrics"]
+    names = ["broker", "schema registry", "object store", "disk", "model", "teacher", "data", "reward", "roles", "metrics"]
     assert [finding.what for finding in findings] == names
     assert [finding.what for finding in findings if not finding.is_good] == ["model", "roles"]
-    assert findings[5] == Finding("data", True, f"1 prompts in {make_data().data.source}")
+    assert findings[6] == Finding("data", True, f"1 prompts in {make_data().data.source}")
 
 
 def test_embedded_broker_that_is_down_needs_java_alone(make_run_config: MakeRunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

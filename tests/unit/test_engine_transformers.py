@@ -16,6 +16,7 @@ from engine_requests import (
     make_request,
     other_weights,
     plain_logprobs,
+    plain_model,
     step,
     tiny_model,
 )
@@ -181,6 +182,63 @@ def test_aborted_samples_go_on_where_they_were() -> None:
         assert sample.tokens.tolist() == whole[name].tokens.tolist()
         np.testing.assert_allclose(sample.logprobs, whole[name].logprobs, atol=1e-5)
         assert sample.segments == (VersionSegment(0, 12),)
+
+
+def most_probable(prompt: np.ndarray, completion: np.ndarray, num_tokens: int) -> list[list[int]]:
+    """Sort the vocabulary at each generated token, from one whole forward in float64."""
+    ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))[None]
+    with torch.no_grad():
+        logits = plain_model(tiny_model())(ids).logits[0][len(prompt) - 1 : -1]
+    order: list[list[int]] = np.argsort(-logits.numpy(), axis=-1)[:, :num_tokens].tolist()
+    return order
+
+
+def test_most_probable_tokens_come_with_those_that_were_drawn_where_they_are_asked_for() -> None:
+    engine = make_engine()
+    requests = [make_request(1), make_request(2, num_top=3, temperature=0.7, top_k=2), make_request(3, num_top=5)]
+    engine.submit(requests[0])
+    step(engine)
+    for request in requests[1:]:  # which join while others run, and want more than the rows before them
+        engine.submit(request)
+    samples = finish(engine)
+    assert [samples[f"g1/{index}"].top_tokens for index in range(2)] == [None, None]
+    for request in requests[1:]:
+        for one in request.samples:
+            sample = samples[one.sample_id]
+            assert sample.top_tokens is not None
+            assert sample.top_tokens.dtype == np.int32
+            assert sample.top_tokens.tolist() == most_probable(request.prompt_tokens, sample.tokens, request.num_top_tokens)
+    plain = make_engine()
+    plain.submit(make_request(3))
+    assert {key: bits(sample) for key, sample in finish(plain).items()} == {key: bits(samples[key]) for key in ("g3/0", "g3/1")}
+
+
+def test_most_probable_tokens_of_an_aborted_sample_go_on_where_they_were() -> None:
+    engine = make_engine()
+    request = make_request(1, num_samples=3, num_top=4, max_new_tokens=12)
+    engine.submit(request)
+    whole = finish(engine)
+    engine.submit(request)
+    step(engine, 4)
+    partial = engine.abort()
+    engine.submit(continued(request, partial))
+    step(engine, 2)
+    engine.load_weights(Weights(1, dict(plain_weights()), bytes(32)), on_running="restart")
+    for name, sample in finish(engine).items():
+        expected = whole[name].top_tokens
+        assert sample.top_tokens is not None
+        assert expected is not None
+        assert sample.top_tokens.tolist() == expected.tolist()
+    short = replace(request, samples=tuple(replace(one, top_tokens=None) for one in continued(request, partial).samples))
+    with pytest.raises(PoisonSample, match=r"sample g1/0: the prefix's top_tokens must have the shape \(5, 4\), got \(0, 4\)"):
+        engine.submit(short)
+    with pytest.raises(PoisonSample, match=r"num_top_tokens must be at most the vocabulary's \d+, got 100000"):
+        engine.submit(make_request(1, num_top=100_000))
+
+
+def plain_weights() -> dict[str, torch.Tensor]:
+    """Give the weights of the tiny model itself, which a restart under them changes nothing of."""
+    return dict(AutoModelForCausalLM.from_pretrained(tiny_model()).named_parameters())
 
 
 def test_abort_takes_out_the_named_samples_alone() -> None:

@@ -21,7 +21,7 @@ def samples(rewards: list[float], components: list[dict[str, float]] | None = No
     for index, (reward, mask) in enumerate(zip(rewards, MASKS, strict=False)):
         policy = np.array([0.0, -1.0, -2.0, 9.0, -0.5][: len(mask)], np.float32)
         reference = np.array([0.0, -1.5, -1.0, 3.0, -2.5][: len(mask)], np.float32)
-        extra = {"policy_logprobs": policy, "ref_logprobs": reference} if with_logprobs else {}
+        extra = {"policy_logprobs": policy, "ref_logprobs": reference, "teacher_logprobs": reference} if with_logprobs else {}
         parts = components[index] if components else {}
         made.append(RewardedSample(sample_id=f"s{index}", reward=reward, loss_mask=np.array(mask, np.uint8), components=parts, **extra))
     return made
@@ -110,6 +110,21 @@ def test_kl_token_by_token_is_answered_for_by_what_led_to_it(estimator: str, ter
     assert judged[0] == pytest.approx([0, 1 - 0.1 * (first + second + third), 1 - 0.1 * (second + third), 0, 1 - 0.1 * third])
     with pytest.raises(RewardError, match="sample s0 lacks the log-probabilities for the KL in its reward"):
         judge(samples([1, 1, 1]), name="reinforce_plus_plus", kl_coefficient=0.1)
+
+
+def test_teacher_lowers_and_raises_each_token_by_itself() -> None:
+    # policy - teacher at the loss tokens: 0.5, -1, 2 | -1 | 0.5, -1, on top of the centred rewards -2, -1, 3, or of nothing.
+    given = samples([1, 2, 6], with_logprobs=True)
+    beside_rewards = judge(given, normalise_std=False, distill_coefficient=0.5, distill_placement="advantage")
+    assert beside_rewards == [[0, -2.25, -1.5, 0, -3.0], [0, 0, -0.5], [0, 2.75, 3.5]]
+    assert judge(given, name="opd") == [[0, -0.5, 1.0, 0, -2.0], [0, 0, 1.0], [0, -0.5, 1.0]]
+    with pytest.raises(RewardError, match="sample s0 lacks the teacher's or the policy's log-probabilities; is the role"):
+        judge(samples([1, 2, 6]), name="opd")
+
+
+def test_divergence_in_the_loss_leaves_the_advantages_alone() -> None:
+    given = samples([1, 2, 6], with_logprobs=True)
+    assert judge(given, distill_coefficient=0.5) == judge(given)
 
 
 def test_kl_in_the_loss_leaves_the_advantages_alone() -> None:

@@ -19,6 +19,7 @@ NAMES = [spec.name for spec in installed_algorithms()]
 LENGTHS = [3, 0, 1, 5, 2]
 RNG = np.random.default_rng(5)
 FIELDS = {name: RNG.uniform(-2.0, -0.1, sum(LENGTHS)) for name in ("logprobs", "rollout", "actor", "ref")}
+FIELDS["teacher"] = np.linspace(-1.7, -0.2, sum(LENGTHS))
 FIELDS["logprobs"] = FIELDS["rollout"] + RNG.normal(0, 0.4, sum(LENGTHS))
 FIELDS["actor"] = FIELDS["rollout"] + RNG.normal(0, 0.3, sum(LENGTHS))
 FIELDS["entropies"] = RNG.uniform(0.1, 2.0, sum(LENGTHS))
@@ -34,6 +35,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"opsm_threshold": 0.05, "entropy_coefficient": 0.2},
     {"m2_threshold": 0.1, "kl_coefficient": 0.3, "kl_placement": "loss", "kl_estimator": "k2"},
     {"kl_coefficient": 0.3, "kl_placement": "loss", "kl_estimator": "k3", "kl_unbiased": True, "aggregation": "constant_length"},
+    {"distill_coefficient": 0.4, "distill_placement": "loss"},
 ]
 
 
@@ -61,6 +63,9 @@ def token_loss(algorithm: AlgorithmConfig, row: dict[str, float], rows: list[dic
         d = row["logprobs"] - row["ref"]
         kl = {"k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[algorithm.kl_estimator]
         loss += algorithm.kl_coefficient * kl * (math.exp(row["logprobs"] - row["rollout"]) if algorithm.kl_unbiased else 1)
+    if algorithm.has_distill_loss:
+        d = row["logprobs"] - row["teacher"]
+        loss += algorithm.distill_coefficient * math.exp(row["logprobs"] - row["rollout"]) * (math.exp(-d) - 1 + d)
     return loss - algorithm.entropy_coefficient * row["entropies"]
 
 
@@ -91,6 +96,8 @@ def policy_loss(algorithm: AlgorithmConfig, row: dict[str, float], rows: list[di
     ratio, advantage = math.exp(row["logprobs"] - row["old"]), row["advantages"]
     if algorithm.name == "rloo":
         return -advantage * row["logprobs"]
+    if algorithm.name == "opd":
+        return -advantage * ratio
     if algorithm.name == "sapo":
         tau = algorithm.gate_positive if advantage > 0 else algorithm.gate_negative
         assert tau is not None
@@ -116,6 +123,7 @@ def inputs(algorithm: AlgorithmConfig, **changes: Any) -> ObjectiveInputs:
         "advantages": tensors["advantages"],
         "num_loss_tokens": torch.tensor(LENGTHS),
         "second_moment_cutoff": CUTOFF if algorithm.m2_threshold else None,
+        "teacher_logprobs": tensors["teacher"],
     }
     return ObjectiveInputs(**fields | changes)
 

@@ -22,7 +22,7 @@ from relax_events.events.types import Outcome
 from relax_events.pipeline.description import describe, described_config, is_told
 from relax_events.topics import TopicPlan
 from relax_events.training.assembly import PlacedSample
-from relax_events.training.rejudging import Rejudging, needs_advantages
+from relax_events.training.rejudging import Rejudging, needs_advantages, require_teacher_of
 
 MakeConfig = Callable[..., RunConfig]
 GROUP = "000004-0000-0"
@@ -115,6 +115,40 @@ def test_rejudging_takes_the_rewards_of_a_rescoring() -> None:
     assert [float(item.sample.advantages[-1]) for item in judged] == [1.0, -1.0]
     with pytest.raises(ConfigError, match=rf"sample {GROUP}/1 has no reward under source.scores = 'strict'; finish the rescoring"):
         Rejudging(AlgorithmConfig(), max_new_tokens=8, rewards={f"{GROUP}/0": 3.0}, scores="strict")(placed([0.0, 1.0]))
+
+
+def test_rejudging_distils_with_another_coefficient() -> None:
+    taught = {"teacher_logprobs": np.array([0, 0, -1.5, -0.75], np.float32)}  # the engine said -0.5 and -0.25
+    judged = Rejudging(AlgorithmConfig(name="opd", distill_coefficient=2.0), max_new_tokens=8)(placed([0.0, 1.0], **taught))
+    assert [item.sample.advantages.tolist() for item in judged] == [[0, 0, -2.0, -1.0]] * 2
+    with pytest.raises(ConfigError, match=rf"prompt group {GROUP} can't be judged by opd: sample {GROUP}/0 lacks the teacher's"):
+        Rejudging(AlgorithmConfig(name="opd"), max_new_tokens=8)(placed([0.0, 1.0]))
+
+
+def test_replay_is_refused_where_the_log_has_not_what_it_would_distil_from() -> None:
+    def distilling(**settings: Any) -> AlgorithmConfig:
+        return AlgorithmConfig.model_validate({"distill_coefficient": 0.5} | settings)
+
+    top = {"distill_tokens": "teacher_topk", "distill_top_k": 8}
+    for recorded, wanted in [
+        (AlgorithmConfig(), AlgorithmConfig()),
+        (distilling(), distilling(distill_placement="advantage")),
+        (distilling(**top), distilling(**top | {"distill_top_k": 4, "distill_divergence": "jsd"})),
+        (distilling(**top), distilling()),
+    ]:
+        require_teacher_of(recorded, wanted, run_id="old")
+    with pytest.raises(
+        ConfigError, match=r"distill_coefficient = 1 needs the teacher's log-probabilities, and run old was recorded without a teacher"
+    ):
+        require_teacher_of(AlgorithmConfig(), AlgorithmConfig(name="opd"), run_id="old")
+    need = r"distill_tokens = 'teacher_topk' with distill_top_k = 8 is not on the log of run old, which has {}; replay with those"
+    for recorded, had in [
+        (distilling(), "sampled with 0"),
+        (distilling(**top | {"distill_tokens": "student_topk"}), "student_topk with 8"),
+        (distilling(**top | {"distill_top_k": 7}), "teacher_topk with 7"),
+    ]:
+        with pytest.raises(ConfigError, match=need.format(had)):
+            require_teacher_of(recorded, distilling(**top), run_id="old")
 
 
 def test_advantages_are_needed_when_another_algorithm_would_compute_others() -> None:

@@ -264,3 +264,14 @@ def test_report_lists_evaluations_by_version_and_counts_what_was_passed_over(tmp
     page = Page(report_page(report))
     assert {"a: reward", "b: pass@2", "3"} <= {word.strip() for word in page.words}
     assert "script" not in {tag for tag, _ in page.tags}
+
+
+def test_page_draws_the_teacher_where_there_is_one() -> None:
+    state, ledger = books(3)
+    for step in state.steps:
+        step.figures.update(teacher_kl=0.0, distill_loss=0.0)
+    assert "Distance to the teacher" not in report_page(built(state, ledger))
+    state.steps[1].figures["teacher_kl"] = 0.5
+    page = report_page(built(state, ledger))
+    assert "Distance to the teacher" in page
+    assert "divergence from the teacher in the loss" not in page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from relax_events.config import RunConfig
-from relax_events.control.requirements import require_metrics_ports, require_model, require_roles
+from relax_events.control.requirements import require_metrics_ports, require_model, require_roles, require_teacher
 from relax_events.errors import ConfigError, EnvironmentProblem
+from relax_events.models.vocabulary import read_vocabulary
 
 MakeRunConfig = Callable[..., RunConfig]
 SEVEN_ROLES = "controller x 1, metrics x 1, prompter x 1, rollout x 1, reward x 1, advantage x 1, trainer x 1"
@@ -64,6 +66,45 @@ def test_critic_of_its_own_is_looked_for_where_there_is_one(make_run_config: Mak
         require_model(make_run_config(critic=critic, algorithm={"name": "ppo"}))
     whole_model(tmp_path / "critic")
     assert require_model(make_run_config(critic=critic, algorithm={"name": "ppo"})) == f"{tmp_path / 'model'} is complete"
+
+
+def write_vocabulary(folder: Path, *tokens: str, added: str = "<end>") -> Path:
+    """Write a tokenizer as the tokenizers library does, with one token added later."""
+    later = [{"id": len(tokens), "content": added}]
+    tree = {"model": {"vocab": {token: number for number, token in enumerate(tokens)}}, "added_tokens": later}
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+    return folder
+
+
+def test_teacher_is_whole_and_has_the_policys_vocabulary(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
+    assert require_teacher(make_run_config()) == "none: algorithm.distill_coefficient is 0"
+    assert require_teacher(make_run_config(algorithm={"name": "opd"}, source={"run": "old"})) == "none: a replay reads what was recorded"
+    teacher = write_vocabulary(whole_model(tmp_path / "teacher"), "a", "b")
+    config = make_run_config(algorithm={"name": "opd"}, teacher={"model_path": teacher})
+    assert require_teacher(config).startswith(f"{teacher}; its vocabulary is compared by the teacher role")
+    policy = write_vocabulary(whole_model(tmp_path / "model"), "a", "b")
+    assert require_teacher(config) == f"{teacher} has the vocabulary of {policy}"
+    write_vocabulary(policy, "a", "c")
+    with pytest.raises(ConfigError, match=rf"token id 1 is 'b' in teacher.model_path = {teacher} and 'c' in model.path = {policy}; give a teacher"):
+        require_teacher(config)
+    write_vocabulary(policy, "a", "b", added="<stop>")
+    with pytest.raises(ConfigError, match="token id 2 is '<end>' in teacher"):
+        require_teacher(config)
+    (policy / "tokenizer.json").write_text('{"model": {}}')
+    with pytest.raises(ConfigError, match=r"model/tokenizer.json is no tokenizer as the tokenizers library writes it \(KeyError\('vocab'\)\)"):
+        require_teacher(config)
+    (teacher / "tokenizer.json").unlink()
+    write_vocabulary(policy, "a", "b")
+    with pytest.raises(ConfigError, match=f"{teacher} has no tokenizer.json, by which vocabularies are compared"):
+        require_teacher(config)
+    (teacher / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=rf"teacher.model_path {teacher} holds no config.json with \*.safetensors"):
+        require_teacher(config)
+
+
+def test_vocabulary_may_be_a_list_of_tokens_with_their_scores(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": [["<unk>", 0.0], ["a", -1.5]]}}))
+    assert read_vocabulary(tmp_path) == {0: "<unk>", 1: "a"}
 
 
 def test_package_that_is_missing_is_named(make_run_config: MakeRunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,8 +88,9 @@ def test_other_scores_stand_below_the_original() -> None:
 
 
 def test_token_shows_figures_where_it_was_trained() -> None:
-    assert token_cells(3, TokenRow(65, "A", True, -0.5, None, -0.25, 1.5)) == [3, 65, "A", "yes", "-0.5000", "-", "-0.2500", "1.5000"]
-    assert token_cells(0, TokenRow(10, "\n", False, 0.0, None, None, 0.0)) == [0, 10, "'\\n'", "", "-", "-", "-", "-"]
+    row = TokenRow(65, "A", True, -0.5, None, -0.25, 1.5, teacher_logprob=-0.125)
+    assert token_cells(3, row) == [3, 65, "A", "yes", "-0.5000", "-", "-0.2500", "-0.1250", "1.5000"]
+    assert token_cells(0, TokenRow(10, "\n", False, 0.0, None, None, 0.0)) == [0, 10, "'\\n'", "", "-", "-", "-", "-", "-"]
 
 
 def test_document_holds_the_same_for_programs() -> None:

@@ -9,7 +9,7 @@ import torch
 from relax_events.errors import PoisonSample, WeightsError
 from relax_events.models.tiny import make_tiny
 from relax_events.training.scoring import LogprobScorer
-from tests.unit.trainer_samples import changed, make_samples, plain_logprobs, run_config, tiny_model
+from tests.unit.trainer_samples import changed, make_samples, plain_logprobs, plain_model, run_config, tiny_model
 
 SAMPLES = make_samples(9, seed=4, temperature=0.8)
 
@@ -54,6 +54,48 @@ def test_score_gives_nothing_for_nothing():
 def test_score_names_the_sample_that_can_not_be_scored():
     with pytest.raises(PoisonSample, match="sample s2: temperature must be > 0"):
         scorer().score([*SAMPLES[:2], changed(SAMPLES[2], temperature=-1.0)])
+
+
+def whole_logprobs(sample):
+    """Give the log-probabilities of the whole vocabulary at each loss token, from a plain forward."""
+    with torch.no_grad():
+        logits = plain_model(tiny_model())(torch.from_numpy(sample.tokens.astype(np.int64))[None]).logits[0] / 0.8
+    return logits.log_softmax(-1).numpy()[np.flatnonzero(sample.loss_mask) - 1]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 10_000])
+def test_score_topk_gives_the_models_own_most_probable_ids(max_tokens):
+    found = scorer(max_tokens=max_tokens).score_topk(SAMPLES, num_ids=3, choose_own=True)
+    for sample, scores, plain in zip(SAMPLES, found, scorer().score(SAMPLES), strict=True):
+        expected = whole_logprobs(sample)
+        assert scores.ids.dtype == np.int32
+        np.testing.assert_array_equal(scores.ids, np.argsort(-expected, axis=-1)[:, :3])
+        np.testing.assert_allclose(scores.id_logprobs, -np.sort(-expected, axis=-1)[:, :3], atol=2e-5)
+        np.testing.assert_array_equal(scores.logprobs, plain)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 10_000])
+def test_score_topk_takes_the_ids_of_each_sample(max_tokens):
+    found = scorer(max_tokens=max_tokens).score_topk(SAMPLES, num_ids=4, choose_own=False)
+    for sample, scores in zip(SAMPLES, found, strict=True):
+        assert scores.ids is None
+        expected = np.take_along_axis(whole_logprobs(sample), sample.topk_ids[:, :4].astype(np.int64), -1)
+        np.testing.assert_allclose(scores.id_logprobs, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        (None, "sample s1 has no topk_ids, and the algorithm needs them"),
+        (np.zeros((1, 4), np.int32), r"sample s1: topk_ids must be \d+ loss tokens by at least 4 ids, got \(1, 4\)"),
+        ("wild", r"sample s1: topk_ids must be 0 to \d+, got 0 to 99999; do policy and teacher share a vocabulary"),
+    ],
+)
+def test_score_topk_names_the_sample_without_fitting_ids(ids, text):
+    if isinstance(ids, str):
+        ids = np.where(np.arange(4) == 0, 99_999, 0) + np.zeros_like(SAMPLES[1].topk_ids[:, :4])
+    with pytest.raises(PoisonSample, match=text):
+        scorer().score_topk([SAMPLES[0], changed(SAMPLES[1], topk_ids=ids)], num_ids=4, choose_own=False)
 
 
 def test_load_weights_switches_to_the_other_version(tmp_path):

@@ -13,7 +13,7 @@ from relax_events.errors import ConfigError, PoisonSample, RunFailed, WeightsErr
 from relax_events.training.protocol import TrainerState
 from relax_events.training.ranks import SingleRank
 from relax_events.training.torch_backend import TorchBackend
-from tests.unit.trainer_samples import changed, make_samples, plain_logprobs, plain_model, run_config, tiny_model
+from tests.unit.trainer_samples import changed, make_samples, plain_logprobs, plain_model, run_config, tiny_model, token_sets
 
 ALGORITHM = {"kl_coefficient": 0.1, "old_logprobs": "actor", "clip_low": 0.1, "clip_high": 0.2}
 TRAINER = {"weight_decay": 0.1, "warmup_steps": 3, "max_grad_norm": 0.5}
@@ -176,6 +176,67 @@ def test_entropy_bonus_has_the_gradient_of_the_entropy(max_logits, monkeypatch):
     gradients = torch.autograd.grad(loss, list(model.model.parameters()))
     assert figures.loss == pytest.approx(loss.item(), rel=1e-6)
     assert figures.grad_norm == pytest.approx(torch.cat([value.flatten() for value in gradients]).norm().item(), rel=1e-5)
+
+
+def whole_teacher(samples):
+    """Make up a teacher's whole distribution at each loss token, as sets that hold the vocabulary, most probable first."""
+    generator, taught = np.random.default_rng(7), []
+    for sample in samples:
+        ids, logprobs = token_sets(generator, int(sample.loss_mask.sum()), 256)
+        taught.append(changed(sample, topk_ids=ids, topk_teacher_logprobs=logprobs))
+    return taught
+
+
+@pytest.mark.parametrize("max_logits", [2**26, 1])
+@pytest.mark.parametrize("num_ids", [256, 5])
+def test_distillation_has_the_gradient_of_the_kl_to_the_teacher(num_ids, max_logits, monkeypatch):
+    # Over the whole vocabulary that is torch's own KL of tempered distributions; over the most probable ids, of those and all others in one bin.
+    # The model knows 270 ids and the teacher 256 of them.
+    monkeypatch.setattr("relax_events.training.policy_model.MAX_LOGITS_ELEMENTS", max_logits)
+    settings = {"distill_coefficient": 0.5, "distill_divergence": "forward_kl", "distill_tokens": "teacher_topk", "distill_top_k": num_ids}
+    mine = backend(algorithm={"name": "opd", "distill_placement": "loss"} | settings, trainer={"max_grad_norm": 1e9})
+    model, samples = PaddedGrpo(aggregation="token_mean", estimator="k1").model, whole_teacher(SAMPLES)
+    samples = [changed(sample, advantages=np.zeros_like(sample.advantages)) for sample in samples]
+    for part in (samples[:3], samples[3:4], samples[4:]):
+        mine.accumulate(part)
+    figures = mine.step()
+    total, num_tokens = 0, 0
+    for sample in samples:
+        ids = torch.from_numpy(np.array(sample.tokens)).long()[None]
+        logits = model(input_ids=ids).logits[0, :-1] / float(np.float32(sample.temperature))
+        probs = logits.softmax(-1)[torch.from_numpy(np.array(sample.loss_mask[1:])).bool()]
+        ours = probs.gather(-1, torch.from_numpy(sample.topk_ids[:, :num_ids].astype(np.int64)))
+        theirs = torch.from_numpy(sample.topk_teacher_logprobs[:, :num_ids].astype(np.float64)).exp()
+        ours, theirs = (torch.cat([values, (1 - values.sum(-1, keepdim=True)).clamp(min=1e-6)], -1) for values in (ours, theirs))
+        total, num_tokens = total + (theirs * (theirs / ours).log()).sum(), num_tokens + len(ours)
+    loss = 0.5 * total / num_tokens
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    assert figures.distill_loss == pytest.approx(total.item() / num_tokens, rel=1e-5)
+    assert figures.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert figures.grad_norm == pytest.approx(torch.cat([value.flatten() for value in gradients]).norm().item(), rel=1e-4)
+    masks = [np.array(sample.loss_mask, bool) for sample in samples]
+    distances = [(sample.rollout_logprobs - sample.teacher_logprobs)[mask] for sample, mask in zip(samples, masks, strict=True)]
+    assert figures.teacher_kl == pytest.approx(np.concatenate(distances).mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"teacher_logprobs": None}, "sample s5 has no teacher_logprobs, and the algorithm needs them"),
+        ({"topk_ids": None}, "sample s5 has no topk_ids, and the algorithm needs them"),
+        ({"topk_teacher_logprobs": None}, "sample s5 has no topk_teacher_logprobs, and the algorithm needs them"),
+        ({"topk_ids": SAMPLES[5].topk_ids + 1000}, r"sample s5: topk_ids must be 0 to \d+, got \d+ to \d+; do policy and teacher share a vocabulary"),
+        (
+            {"topk_teacher_logprobs": np.full_like(SAMPLES[5].topk_teacher_logprobs, np.nan)},
+            "sample s5: topk_teacher_logprobs must be finite, got nan",
+        ),
+        ({"topk_ids": SAMPLES[5].topk_ids[:, :3]}, r"sample s5: topk_ids must be \d+ loss tokens by at least 4 ids, got \(\d+, 3\)"),
+    ],
+)
+def test_sample_that_the_teacher_said_nothing_fit_of_is_poison(changes, text):
+    mine = backend(algorithm={"distill_coefficient": 0.5, "distill_tokens": "teacher_topk", "distill_top_k": 4})
+    with pytest.raises(PoisonSample, match=text):
+        mine.accumulate([SAMPLES[4], changed(SAMPLES[5], **changes)])
 
 
 def test_figures_count_what_was_trained():

@@ -59,6 +59,28 @@ def test_ready_sample_is_checked_further(changes: dict[str, Any], text: str) -> 
         check_ready(ready(**changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"topk_ids": np.zeros((3, 2), np.int32)}, "topk_ids must have a row for each of 2 loss tokens, got shape (3, 2)"),
+        ({"topk_ids": np.zeros(2, np.int32)}, "topk_ids must have a row for each of 2 loss tokens, got shape (2,)"),
+        ({"topk_ids": np.zeros((2, 3), np.float32)}, "topk_ids must be integers, got float32"),
+    ],
+)
+@pytest.mark.parametrize("stage", ["rolled_out", "ready"])
+def test_token_sets_have_a_row_for_each_loss_token(stage: str, changes: dict[str, Any], text: str) -> None:
+    make, check = {"rolled_out": (rolled_out, check_sample), "ready": (ready, check_ready)}[stage]
+    check(make(topk_ids=np.zeros((2, 3), np.int32)))  # type: ignore[operator]
+    with pytest.raises(PoisonSample, match=re.escape(text)):
+        check(make(**changes))  # type: ignore[operator]
+
+
+def test_ids_and_what_the_teacher_said_of_them_have_one_shape() -> None:
+    ids, values = np.zeros((2, 3), np.int32), np.zeros((2, 2), np.float32)
+    with pytest.raises(PoisonSample, match=re.escape("topk_ids and topk_teacher_logprobs must have one shape, got (2, 3) and (2, 2)")):
+        check_ready(ready(topk_ids=ids, topk_teacher_logprobs=values))
+
+
 def test_good_samples_pass_unchanged_and_other_events_do_not() -> None:
     first, second = rolled_out(), ready()
     assert check_sample(first) is first

@@ -38,6 +38,7 @@ def run_config(
             "model": {"path": path or tiny_model(), "device": "cpu", "dtype": dtype},
             "data": {"source": "jsonl:unused"},
             "algorithm": algorithm or {},
+            "teacher": {"model_path": tiny_model()},
             "trainer": {"learning_rate": 1e-2} | (trainer or {}),
         }
     )
@@ -60,6 +61,8 @@ def _make_sample(generator: np.random.Generator, model: torch.nn.Module, index: 
     def near(scale: float) -> np.ndarray[Any, np.dtype[np.float32]]:
         return np.where(mask, logprobs + scale * generator.standard_normal(num_tokens), 0).astype(np.float32)
 
+    teacher = np.random.default_rng(1000 + index)  # of its own, so that the other arrays are what they were before samples had a teacher
+    topk_ids, topk_teacher_logprobs = token_sets(teacher, int(mask.sum()))
     return SampleReady(
         sample_id=f"s{index}",
         prompt_group_id=f"g{index // 2}",
@@ -77,12 +80,23 @@ def _make_sample(generator: np.random.Generator, model: torch.nn.Module, index: 
         rollout_logprobs=near(0.3),
         actor_logprobs=near(0.2),
         ref_logprobs=near(0.5),
+        teacher_logprobs=np.where(mask, logprobs + 0.4 * teacher.standard_normal(num_tokens), 0).astype(np.float32),
+        topk_ids=topk_ids,
+        topk_teacher_logprobs=topk_teacher_logprobs,
         advantages=(mask * generator.standard_normal()).astype(np.float32),
         reward=1.0,
         temperature=temperature,
         num_prompt_tokens=num_prompt_tokens,
         finish_reason=FinishReason.STOP,
     )
+
+
+def token_sets(generator: np.random.Generator, num_loss_tokens: int, num_ids: int = 6) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Draw the distribution of a teacher at each loss token, and take its most probable ids with their log-probabilities."""
+    logits = 2 * generator.standard_normal((num_loss_tokens, 256))
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    ids = np.argsort(-logprobs, axis=-1)[:, :num_ids]
+    return ids.astype(np.int32), np.take_along_axis(logprobs, ids, -1).astype(np.float32)
 
 
 @cache

@@ -16,6 +16,8 @@ CURVES = {  # figure -> title, definition
     "reward_mean": ("Reward", "mean over the step's samples; strong: moving mean"),
     "loss": ("Loss", "of the whole step, as it was differentiated"),
     "kl_estimate": ("KL", "estimate against the reference policy, nats per token"),
+    "teacher_kl": ("Distance to the teacher", "reverse KL of the engine's policy, estimated from the drawn tokens, nats per token"),
+    "distill_loss": ("Distillation", "divergence from the teacher in the loss, before its coefficient"),
     "entropy": ("Entropy", "of the policy, nats per token"),
     "grad_norm": ("Gradient norm", "over all parameters, before it is cut"),
     "clip_fraction": ("Clipped tokens", "share of loss tokens whose ratio was clipped"),
@@ -28,6 +30,8 @@ CURVES = {  # figure -> title, definition
     "explained_variance": ("Explained variance", "share of the returns' variance that the critic's recorded values knew"),
     "tokens_per_second": ("Throughput", "trained tokens per second, prompt and completion"),
 }
+OF_A_TEACHER = {"teacher_kl", "distill_loss"}
+"""Drawn where a run has one: all zeros say that it has none."""
 SMOOTHED = {"reward_mean", "loss", "grad_norm", "completion_tokens_mean", "tokens_per_second"}
 
 
@@ -91,7 +95,7 @@ def charts(report: Mapping[str, Any]) -> str:
     drawn = [
         line_chart(title, text, steps, curves[name], smooth=name in SMOOTHED, beside=source["curves"].get(name), beside_name=source["run_id"])
         for name, (title, text) in CURVES.items()
-        if name in curves
+        if name in curves and (name not in OF_A_TEACHER or any(curves[name]))
     ]
     ages = {str(age): count for age, count in enumerate(report["staleness_counts"])}
     drawn.append(bar_chart("Staleness of all samples", "trained samples by how many versions they were behind", ages, axis="policy versions behind"))

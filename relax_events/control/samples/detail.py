@@ -28,6 +28,7 @@ class TokenRow:
     actor_logprob: float | None
     ref_logprob: float | None
     advantage: float | None
+    teacher_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ def token_rows(log: RunLog, sample: SampleRolledOut, ready: SampleReady | None) 
         values(trained.actor_logprobs if trained else None, len(tokens)),
         values(trained.ref_logprobs if trained else None, len(tokens)),
         values(trained.advantages if trained else None, len(tokens)),
+        values(trained.teacher_logprobs if trained else None, len(tokens)),
     ]
     rows = zip(tokens, token_texts(log.config.model.path, tokens), np.asarray(whole.loss_mask).astype(bool).tolist(), *columns, strict=True)
     return [TokenRow(*row) for row in rows]

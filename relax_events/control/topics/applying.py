@@ -12,7 +12,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import BrokerRefused
 from relax_events.topics import TopicPlan, TopicSpec
 
-CONSUMER_ROLES = ("reward", "reference", "actor-forward", "critic", "advantage")
+CONSUMER_ROLES = ("reward", "reference", "actor-forward", "critic", "teacher", "advantage")
 FOREVER = -1
 DELIVERY_LIMIT = 10
 """Deliveries after which the broker drops a prompt group: the most that brokers allow as they come, so that a worker gives it up before."""

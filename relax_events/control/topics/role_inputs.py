@@ -6,7 +6,12 @@ from relax_events.config import RunConfig
 from relax_events.topics import TopicPlan
 
 Place = tuple[str, int]
-EVALUATOR_TOPICS = {"reference": "reference.logprobs", "actor-forward": "actor.logprobs", "critic": "critic.values"}
+EVALUATOR_TOPICS = {
+    "reference": "reference.logprobs",
+    "actor-forward": "actor.logprobs",
+    "critic": "critic.values",
+    "teacher": "teacher.logprobs",
+}
 
 
 def role_inputs(config: RunConfig) -> dict[str, list[str]]:

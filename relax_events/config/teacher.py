@@ -1,0 +1,30 @@
+"""The section `teacher`: the model that the policy learns from beside its rewards, or in their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from relax_events.config.base import Section
+from relax_events.config.generation import ModelConfig
+
+
+class TeacherConfig(Section):
+    """The teacher of a distillation, which `algorithm.distill_coefficient` above 0 asks for. Its tokenizer must be the policy's."""
+
+    model_path: Path | None = None
+    """A folder in Hugging Face layout: config, safetensors, tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights."""
+    device: str = "auto"
+    """`auto` takes a GPU where there is one, else the CPU."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """Attention implementation of the model."""
+    threads: Annotated[int, Field(ge=0)] = 1
+    """CPU threads of the role; 0 leaves the choice to torch."""
+
+    def as_model(self, path: Path) -> ModelConfig:
+        """Return the teacher as code takes it that loads any model."""
+        return ModelConfig.model_validate({"path": path, "dtype": self.dtype, "device": self.device, "attention": self.attention})
