@@ -52,7 +52,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
 
 def needed_evaluators(config: RunConfig) -> frozenset[str]:
     """Return whose log-probabilities a sample needs before it can be trained."""
-    wanted = {"reference": config.algorithm.kl_coefficient > 0, "actor": config.algorithm.old_logprobs == "actor"}
+    wanted = {"reference": config.algorithm.needs_reference, "actor": config.algorithm.old_logprobs == "actor"}
     return frozenset(name for name, needed in wanted.items() if needed)
 
 
@@ -62,8 +62,10 @@ class AdvantageLoop:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         evaluators = needed_evaluators(worker.config)
-        entities = ["rollout.samples", "reward.scores", *(EVALUATOR_TOPICS[name] for name in sorted(evaluators))]
-        self._join = GroupJoin(evaluators=evaluators)
+        self._has_rewards = worker.config.algorithm.has_rewards
+        scores = ["reward.scores"] if self._has_rewards else []
+        entities = ["rollout.samples", *scores, *(EVALUATOR_TOPICS[name] for name in sorted(evaluators))]
+        self._join = GroupJoin(evaluators=evaluators, needs_scores=self._has_rewards)
         self._judge = Judge(worker.config.algorithm, max_new_tokens=worker.config.engine.sampling.max_new_tokens)
         self._committed: dict[tuple[str, int], int] = {}
         self._expiry_is_due = False
@@ -133,8 +135,8 @@ class AdvantageLoop:
             reason = f"poison: {group.poisoned}" if group.poisoned else f"reward: {failures[0]}"
             self._end(group, Outcome.FAILED, reason)
             return
-        rewards = np.array([group.reward_of(sample) for sample in group.ordered_samples()], np.float64)
-        mean_reward = float(rewards.mean())
+        rewards = np.array([self._reward_of(group, sample) for sample in group.ordered_samples()], np.float64)
+        mean_reward = float(rewards.mean()) if self._has_rewards else None
         if is_guest(group.prompt_group_id):
             self._end(group, Outcome.FILTERED, "guest: generated and scored, not trained", mean_reward=mean_reward)
             return
@@ -149,13 +151,20 @@ class AdvantageLoop:
         for sample, values in zip(group.ordered_samples(), advantages, strict=True):
             self._worker.producer.send(self._ready_record(group, sample, advantages=values))
 
+    def _reward_of(self, group: JoinedGroup, sample: SampleRolledOut) -> float:
+        """Return a sample's reward: 0 where nothing is rewarded."""
+        return group.reward_of(sample) if self._has_rewards else 0.0
+
+    def _components_of(self, group: JoinedGroup, sample: SampleRolledOut) -> dict[str, float]:
+        return group.scores[sample.sample_id].components if self._has_rewards else {}
+
     def _advantages(self, group: JoinedGroup) -> list[NDArray[np.float32]]:
         drawn_by_actor = self._worker.config.algorithm.old_logprobs == "actor"
         rewarded = [
             RewardedSample(
                 sample_id=sample.sample_id,
-                reward=group.reward_of(sample),
-                components=group.scores[sample.sample_id].components,
+                reward=self._reward_of(group, sample),
+                components=self._components_of(group, sample),
                 loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
                 policy_logprobs=_plain(_evaluated(group, sample, "actor") if drawn_by_actor else sample.rollout_logprobs, sample),
                 ref_logprobs=_plain(_evaluated(group, sample, "reference"), sample),
@@ -183,8 +192,8 @@ class AdvantageLoop:
             actor_logprobs=_evaluated(group, sample, "actor"),
             ref_logprobs=_evaluated(group, sample, "reference"),
             advantages=advantages,
-            reward=group.reward_of(sample),
-            components=group.scores[sample.sample_id].components,
+            reward=self._reward_of(group, sample),
+            components=self._components_of(group, sample),
             temperature=sample.temperature,
             num_prompt_tokens=sample.num_prompt_tokens,
             finish_reason=sample.finish_reason,

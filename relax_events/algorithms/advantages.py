@@ -76,6 +76,11 @@ def as_rewarded(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
     return rewards.total.copy()
 
 
+def all_one(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
+    """Give each sample the advantage 1: it is an answer to learn, and nothing judges it."""
+    return np.ones_like(rewards.total)
+
+
 def leave_one_out(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
     """Take the mean reward of the other samples off each reward (RLOO); exact zeros where all are equal.
 

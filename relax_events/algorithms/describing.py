@@ -42,8 +42,10 @@ def describe(name: str) -> dict[str, Any]:
 def needs(spec: AlgorithmSpec, algorithm: AlgorithmConfig) -> list[str]:
     """Return what an algorithm asks of the run besides rewards, with the settings given."""
     wanted = {
+        "an answer with each prompt, no rewards": spec.learns_from == "answers",
+        "a chosen and a rejected answer with each prompt, no rewards": spec.learns_from == "pairs",
         "rewards in components": spec.components,
-        "the reference role": algorithm.kl_coefficient > 0,
+        "the reference role": algorithm.needs_reference,
         "the actor-forward role": algorithm.old_logprobs == "actor",
         "the whole step before its first backward pass": algorithm.needs_whole_step,
     }

@@ -126,6 +126,8 @@ class PromptCheck:
 
     def check_reward(self, config: RunConfig) -> str:
         """The reward function loads, and scores the reference answer of the first prompt in time."""
+        if not config.algorithm.has_rewards and not config.evaluation.datasets:
+            return f"algorithm {config.algorithm.name} needs none"
         with RewardPool(config.reward) as pool:
             if self._first is None:
                 raise CheckFailed(f"{config.reward.function} loads, but was not tried: there is no prompt to try it on; see data")

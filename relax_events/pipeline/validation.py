@@ -66,7 +66,7 @@ def check_trainable(sample: SampleReady, *, algorithm: AlgorithmConfig, vocab_si
     Raises:
         PoisonSample: It can't; the text says why.
     """
-    needed = {"actor_logprobs": algorithm.old_logprobs == "actor", "ref_logprobs": algorithm.has_loss_kl}
+    needed = {"actor_logprobs": algorithm.old_logprobs == "actor", "ref_logprobs": algorithm.has_reference_in_loss}
     for name, is_needed in needed.items():
         if is_needed and getattr(sample, name) is None:
             raise PoisonSample(f"sample {sample.sample_id}: the algorithm needs {name}, got none; was it made under another run file?")

@@ -13,13 +13,13 @@ from relax_events.algorithms.objective import ObjectiveInputs
 from relax_events.algorithms.step_statistics import Whitening
 from relax_events.config import AlgorithmConfig
 from relax_events.events.types import SampleReady
-from relax_events.training.packing import PackedBatch, loss_values, pack
+from relax_events.training.packing import PackedBatch, loss_values, pack, require_whole_groups
 from relax_events.training.policy_model import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class LossBatch:
-    """`values` hold `rollout`, `advantages` and, as the algorithm needs them, `old` and `ref`: one number for each loss token."""
+    """`values` hold `advantages` and, as the algorithm needs them, `rollout`, `old` and `ref`: one number for each loss token."""
 
     batch: PackedBatch
     values: Mapping[str, NDArray[np.floating]]
@@ -32,6 +32,8 @@ class LossBatch:
         Raises:
             PoisonSample: A sample can't be trained on; the text names it.
         """
+        if algorithm.needs_whole_groups:
+            require_whole_groups(samples)
         batch = pack(samples, vocab_size=vocab_size, share_rows=share_rows)
         values = {name: loss_values(samples, field) for name, field in _fields(algorithm).items()}
         return cls(batch, values, [sample.sample_id for sample in samples])
@@ -54,7 +56,7 @@ class LossBatch:
         return ObjectiveInputs(
             logprobs=logprobs,
             entropies=result.entropies,
-            rollout_logprobs=given["rollout"],
+            rollout_logprobs=given.get("rollout", logprobs.detach()),
             old_logprobs=given.get("old"),
             ref_logprobs=given.get("ref"),
             advantages=given["advantages"],
@@ -65,7 +67,9 @@ class LossBatch:
 
 def _fields(algorithm: AlgorithmConfig) -> dict[str, str]:
     """Name the per-token arrays of a sample that the objective needs."""
-    fields = {"rollout": "rollout_logprobs", "advantages": "advantages"}
+    fields = {"advantages": "advantages"}
+    if algorithm.has_rewards:
+        fields["rollout"] = "rollout_logprobs"
     if algorithm.old_logprobs != "trainer":
         fields["old"] = f"{algorithm.old_logprobs}_logprobs"
-    return fields | ({"ref": "ref_logprobs"} if algorithm.has_loss_kl else {})
+    return fields | ({"ref": "ref_logprobs"} if algorithm.has_reference_in_loss else {})

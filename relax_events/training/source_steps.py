@@ -8,6 +8,7 @@ import structlog
 
 from relax_events.broker.consumer import LogReader
 from relax_events.broker.records import Record
+from relax_events.config import RunConfig
 from relax_events.errors import BrokerError, BrokerUnavailable, ConfigError, CorruptRecord, SchemaError
 from relax_events.events.codec import UnknownFingerprint
 from relax_events.events.types import Event, TrainStepCommitted
@@ -47,15 +48,24 @@ def open_batches(worker: Worker, source: SourceRun, ranks: Ranks) -> RecordedBat
     """Return the batches of a replay: as recorded, or judged anew where the run file asks for it.
 
     Raises:
-        ConfigError: The scores that the run file names are not there.
+        ConfigError: The scores that the run file names are not there, or the samples are not what the algorithm learns from.
     """
     config = worker.config
+    _require_alike(source.config, config)
     judge, max_new_tokens = None, config.engine.sampling.max_new_tokens
     if config.source.scores:
         judge = Rejudging(config.algorithm, max_new_tokens=max_new_tokens, rewards=_rewards(worker, source), scores=config.source.scores)
     elif needs_advantages(source.config.algorithm, config.algorithm):
         judge = Rejudging(config.algorithm, max_new_tokens=max_new_tokens)
     return RecordedBatches(worker, ranks, decode=SourceDecoder(source).sample, judge=judge)
+
+
+def _require_alike(source: RunConfig, config: RunConfig) -> None:
+    """Refuse to reward what was not rewarded, and to prefer what is no pair; any sample is an answer."""
+    recorded, wanted = source.algorithm, config.algorithm
+    if wanted.learns_from not in ("answers", recorded.learns_from):
+        why = f"algorithm {wanted.name} learns from {wanted.learns_from}, and run {source.run.id} recorded {recorded.learns_from}"
+        raise ConfigError(f"the rollouts can't be replayed: {why}; set algorithm.name to {recorded.name} or sft")
 
 
 def _rewards(worker: Worker, source: SourceRun) -> dict[str, float]:

@@ -15,6 +15,8 @@ from relax_events.control.report.scales import short_number
 CURVES = {  # figure -> title, definition
     "reward_mean": ("Reward", "mean over the step's samples; strong: moving mean"),
     "loss": ("Loss", "of the whole step, as it was differentiated"),
+    "preference_accuracy": ("Preferences", "share of the pairs whose chosen answer the policy takes to be worth more"),
+    "reward_margin": ("Margin", "of the rewards that the policy implies, chosen less rejected, mean over pairs"),
     "kl_estimate": ("KL", "estimate against the reference policy, nats per token"),
     "entropy": ("Entropy", "of the policy, nats per token"),
     "grad_norm": ("Gradient norm", "over all parameters, before it is cut"),
