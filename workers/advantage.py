@@ -62,7 +62,6 @@ class AdvantageLoop:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         evaluators = needed_evaluators(worker.config)
-        self._has_rewards = worker.config.algorithm.has_rewards
         scores = ["reward.scores"] if self._has_rewards else []
         entities = ["rollout.samples", *scores, *(EVALUATOR_TOPICS[name] for name in sorted(evaluators))]
         self._join = GroupJoin(evaluators=evaluators, needs_scores=self._has_rewards)
@@ -75,6 +74,10 @@ class AdvantageLoop:
             topics=[worker.plan.topic(entity) for entity in entities],
             on_revoked=self._give_back,
         )
+
+    @property
+    def _has_rewards(self) -> bool:
+        return self._worker.config.algorithm.has_rewards
 
     def run(self) -> None:
         """Work until the drain starts."""

@@ -186,7 +186,7 @@ SFT = AlgorithmSpec(
     name="sft",
     summary="Supervised fine-tuning: the data's answers, token by token.",
     formula="loss_t = -lp_t\nL = mean over the step's tokens",
-    source="Cross-entropy over the assistant's tokens alone.",
+    source="Cross-entropy over the assistant's tokens alone, as in InstructGPT (arXiv 2203.02155), section 3.5.",
     advantage=f"{ADVANTAGES}:all_one",
     policy_loss=f"{LOSSES}:plain_gradient",
     settings={"old_logprobs": "trainer"},
@@ -196,8 +196,8 @@ SFT = AlgorithmSpec(
         "kl_coefficient": "the data's tokens estimate no divergence of the policy",
     },
     learns_from="answers",
-    notes="The loss is the mean negative log-likelihood of an answer token, in nats; its exponential is the perplexity. Rows bring the answers: "
-    "see [fine-tune on answers](../how-to/fine-tune-on-answers.md).",
+    notes="The loss is the mean negative log-likelihood of an answer token, in nats; its exponential is the perplexity. Rows bring the answers "
+    "by `data.completion_key` or `data.conversation_key`; without either the reference answer is learnt.",
 )
 
 DPO = AlgorithmSpec(
@@ -220,6 +220,6 @@ DPO = AlgorithmSpec(
     reference=True,
     whole_prompt_groups=True,
     figures=("preference_accuracy", "reward_margin", "chosen_reward", "rejected_reward"),
-    notes="The rewards that a step reports are those that the policy implies: beta (lp - ref) of an answer. Rows bring the pairs: see "
-    "[train on preferences](../how-to/train-on-preferences.md).",
+    notes="The rewards that a step reports are those that the policy implies: beta (lp - ref) of an answer. Rows bring the pairs by "
+    "`data.chosen_key` and `data.rejected_key`.",
 )

@@ -26,7 +26,8 @@ def describe(name: str) -> dict[str, Any]:
         algorithm = AlgorithmConfig(name=name)
     except ValueError as error:
         raise ConfigError(f"algorithm {name!r} can't be used with its own settings: {error}") from None
-    told = {key: value for key, value in algorithm.model_dump(mode="json").items() if value is not None and key not in ("name", "options")}
+    left_out = {"name", "options", *(spec.excluded.keys() - spec.settings.keys())}
+    told = {key: value for key, value in algorithm.model_dump(mode="json").items() if value is not None and key not in left_out}
     return {
         "name": spec.name,
         "summary": spec.summary,

@@ -99,7 +99,7 @@ def test_every_installed_algorithm_is_whole() -> None:
         ({"correction": "tis", "old_logprobs": "actor", "correction_low": 3.0}, "correction_low must be at most correction_high = 2.0, got 3.0"),
         ({"dual_clip": 0.5}, "dual_clip must be above 1, or 0 for none, got 0.5"),
         ({"kl_unbiased": True, "kl_placement": "reward"}, "kl_unbiased = true mends the gradient of a KL estimate in the loss"),
-        ({"name": "gpro"}, "algorithm.name = 'gpro' is not installed; installed are cispo, dapo, dr_grpo, gdpo, grpo,"),
+        ({"name": "gpro"}, "algorithm.name = 'gpro' is not installed; installed are cispo, dapo, dpo, dr_grpo, gdpo, grpo,"),
         ({"clip_lo": 0.1}, "Extra inputs are not permitted"),
         ({"name": "nowhere/mine.py:MINE"}, "file nowhere/mine.py does not exist"),
         ({"name": 7}, "should be a valid string"),
