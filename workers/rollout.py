@@ -21,7 +21,7 @@ import structlog
 from relax_events.broker.leases import GroupLeases, Lease, LeaseSource, ShareLeases
 from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
-from relax_events.data.laying_out import LaidOutAnswer, answers_of
+from relax_events.data.laying_out import LaidOutAnswer, sample_answers
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
 from relax_events.errors import CorruptRecord, ObjectError, PoisonSample, WeightsError
@@ -194,7 +194,7 @@ class RolloutLoop:
                 self._fail(lease, f"prompt can't be rendered: {error}")
 
     def _rendered(self, lease: Lease, issued: PromptGroupIssued) -> GroupInWork:
-        answers = () if self._config.algorithm.has_rewards else answers_of(issued, renderer=self._renderer)
+        answers = () if self._config.algorithm.has_rewards else sample_answers(issued, renderer=self._renderer)
         return GroupInWork([lease], issued, self._renderer.prompt_tokens(issued.messages, tools=issued.tools), answers)
 
     def _issued(self, record: Record) -> PromptGroupIssued | None:

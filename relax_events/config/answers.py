@@ -64,6 +64,8 @@ def _problems_with_rewards(config: RunConfig) -> Iterator[str]:
         for key in LEARNT_KEYS:
             if value := getattr(part, key):
                 yield f"data.{key} = {value!r} is not used by algorithm {config.algorithm.name}, which learns from rewards; leave it out"
+    if tokens := config.data.max_sample_tokens:
+        yield f"data.max_sample_tokens = {tokens} measures answers that the data bring; set engine.sampling.max_new_tokens, or data.max_prompt_tokens"
     if config.engine.name == DATASET_ENGINE:
         yield f"engine.name = 'dataset' generates nothing, and algorithm {config.algorithm.name} learns from what is generated; set engine.name"
 

@@ -92,6 +92,8 @@ class DataConfig(RowsConfig):
     """Shorter prompts are passed over; 0 takes any."""
     max_prompt_tokens: Annotated[int, Field(ge=0)] = 0
     """Longer prompts are passed over; 0 takes any."""
+    max_sample_tokens: Annotated[int, Field(ge=0)] = 0
+    """Rows whose prompt and longest answer are longer together are passed over, where the data bring the answers; 0 takes any."""
     pass_rate: tuple[float, float] | None = None
     """Pass over a prompt whose newest mean reward lies outside of [low, high]; prompts that were never trained are taken."""
     hook: str = ""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from relax_events.data.completions import ASSISTANT
 from relax_events.data.rendering import PromptRenderer
+from relax_events.data.rows import PromptRow
 from relax_events.errors import PoisonSample
 from relax_events.events.types import ChatMessage, PromptGroupIssued
 
@@ -22,18 +23,27 @@ class LaidOutAnswer:
     loss_mask: NDArray[np.uint8]
 
 
-def answers_of(issued: PromptGroupIssued, *, renderer: PromptRenderer) -> tuple[LaidOutAnswer, ...]:
+def answers_of(row: PromptRow | PromptGroupIssued, *, renderer: PromptRenderer) -> tuple[LaidOutAnswer, ...]:
+    """Lay out the answers that a row brings: its completions, or where it has none its answer.
+
+    Raises:
+        PoisonSample: An answer is empty, or the chat template can't be followed; the text says which.
+    """
+    completions = row.completions or [[ChatMessage.of_text(ASSISTANT, row.answer)]]
+    return tuple(lay_out(row.messages, completion, renderer=renderer, tools=row.tools) for completion in completions)
+
+
+def sample_answers(issued: PromptGroupIssued, *, renderer: PromptRenderer) -> tuple[LaidOutAnswer, ...]:
     """Lay out the answers of a prompt group, one for each sample.
 
     Raises:
-        PoisonSample: There are more or fewer answers than samples, one is empty, or the chat template can't be followed; the text says which.
+        PoisonSample: There are more or fewer answers than samples, or as `answers_of`.
     """
-    completions = issued.completions or [[ChatMessage.of_text(ASSISTANT, issued.answer)]]
-    if len(completions) != issued.samples_per_prompt:
-        raise PoisonSample(
-            f"the prompt brings {len(completions)} answers for {issued.samples_per_prompt} samples; is the data section that of the run?"
-        )
-    return tuple(lay_out(issued.messages, completion, renderer=renderer, tools=issued.tools) for completion in completions)
+    answers = answers_of(issued, renderer=renderer)
+    if len(answers) != issued.samples_per_prompt:
+        rule = f"{issued.samples_per_prompt} samples need as many answers"
+        raise PoisonSample(f"{rule}, and the prompt brings {len(answers)}; is the data section that of the run?")
+    return answers
 
 
 def lay_out(prompt: Sequence[ChatMessage], completion: Sequence[ChatMessage], *, renderer: PromptRenderer, tools: str = "") -> LaidOutAnswer:

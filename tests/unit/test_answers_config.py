@@ -21,7 +21,9 @@ HELD_OUT = {"name": "held-out", "source": "jsonl:rows"}
 
 
 @pytest.mark.parametrize(
-    ("tree", "size", "others"), [(SFT, 1, []), (DPO, 2, ["reference"]), (SFT | {"data": {"source": "jsonl:rows"}}, 1, [])], ids=["sft", "dpo", "answers"]
+    ("tree", "size", "others"),
+    [(SFT, 1, []), (DPO, 2, ["reference"]), (SFT | {"data": {"source": "jsonl:rows"}}, 1, [])],
+    ids=["sft", "dpo", "answers"],
 )
 def test_run_has_the_roles_and_the_size_that_the_algorithm_leaves(tree: dict[str, Any], size: int, others: list[str]) -> None:
     config = RunConfig.model_validate(tree)
@@ -53,7 +55,7 @@ def test_replay_by_answers_takes_prompt_groups_of_any_size() -> None:
 @pytest.mark.parametrize(
     ("tree", "text"),
     [
-        (SFT | {"run": {"id": "test", "samples_per_prompt": 4}}, "samples_per_prompt must be 1, got 4: algorithm sft learns from answers; leave it out"),
+        (SFT | {"run": {"id": "test", "samples_per_prompt": 4}}, "samples_per_prompt must be 1, got 4: algorithm sft learns from answers"),
         (DPO | {"run": {"id": "test", "samples_per_prompt": 4}}, "samples_per_prompt must be 2, got 4: algorithm dpo learns from pairs"),
         (GRPO | {"run": {"id": "test", "samples_per_prompt": 1}}, "samples_per_prompt must be >= 2, got 1: algorithm grpo compares"),
         (SFT | {"algorithm": {"name": "dpo"}}, "dpo learns from pairs, and jsonl:rows names none; set data.chosen_key and data.rejected_key"),
@@ -63,10 +65,11 @@ def test_replay_by_answers_takes_prompt_groups_of_any_size() -> None:
         (SFT | {"engine": {"sampling": {"temperature": 0.5}}}, "engine.sampling.temperature = 0.5 has no use: algorithm sft draws no samples"),
         (DPO | {"engine": {"sampling": {"top_p": 0.5}}}, "engine.sampling.top_p = 0.5 has no use"),
         (SFT | {"engine": {"sampling": {"top_k": 1}}}, "engine.sampling.top_k = 1 has no use"),
-        (GRPO | {"engine": {"name": "dataset"}}, "engine.name = 'dataset' generates nothing, and algorithm grpo learns from what is generated"),
-        (SFT | {"engine": {"name": "dataset"}, "evaluation": {"datasets": [HELD_OUT]}}, "'dataset' generates nothing, and evaluation needs an engine"),
+        (GRPO | {"data": {"source": "jsonl:x", "max_sample_tokens": 9}}, "data.max_sample_tokens = 9 measures answers that the data bring"),
+        (GRPO | {"engine": {"name": "dataset"}}, "engine.name = 'dataset' generates nothing, and algorithm grpo learns"),
+        (SFT | {"engine": {"name": "dataset"}, "evaluation": {"datasets": [HELD_OUT]}}, "'dataset' generates nothing, and evaluation needs"),
         (SFT | {"data": SFT["data"] | {"pass_rate": [0.1, 0.9]}}, r"data.pass_rate = \[0.1, 0.9\] judges by rewards, and algorithm sft has none"),
-        (SFT | {"algorithm": {"name": "sft", "kl_coefficient": 0.1}}, "kl_coefficient = 0.1 is not for sft: the data's tokens estimate no divergence"),
+        (SFT | {"algorithm": {"name": "sft", "kl_coefficient": 0.1}}, "kl_coefficient = 0.1 is not for sft: the data's tokens estimate no"),
         (SFT | {"algorithm": {"name": "sft", "old_logprobs": "rollout"}}, "old_logprobs = 'rollout' is not for sft: the tokens are the data's"),
         (SFT | {"algorithm": {"name": "sft", "filter_uniform_rewards": True}}, "filter_uniform_rewards = True is not for sft: nothing is rewarded"),
         (SFT | {"algorithm": {"name": "sft", "beta": 0.1}}, "beta = 0.1 is not used by sft"),

@@ -50,7 +50,10 @@ def test_engine_hands_out_each_answer_once_as_it_came() -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "text"),
-    [((1, 5), "sample g/1: prompt and answer have 7 tokens; raise engine.max_context_tokens = 6 or drop the row"), ((1, 0), "needs a prompt and an answer")],
+    [
+        ((1, 5), "sample g/1: prompt and answer have 7 tokens; raise engine.max_context_tokens = 6 or drop the row"),
+        ((1, 0), "sample g/1: engine 'dataset' needs a prompt and an answer"),
+    ],
 )
 def test_engine_refuses_a_prompt_group_whole(lengths: tuple[int, ...], text: str) -> None:
     used = engine()
@@ -68,6 +71,7 @@ def test_engine_gives_back_what_is_taken_out() -> None:
 
 
 def test_engine_serves_the_version_that_was_announced_without_its_tensors() -> None:
-    used, published = engine(), PolicyVersionPublished(policy_version=7, artifact=ObjectRef("file:///nowhere", b"d", 1), transports=[], start_offsets=[])
+    used, artifact = engine(), ObjectRef("file:///nowhere", b"d", 1)
+    published = PolicyVersionPublished(policy_version=7, artifact=artifact, transports=[], start_offsets=[])
     used.load_weights(VersionsOnly().fetch(published))
     assert used.policy_version == 7

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from relax_events.config import DataConfig
-from relax_events.data.laying_out import LaidOutAnswer, answers_of, lay_out
+from relax_events.data.laying_out import LaidOutAnswer, lay_out, sample_answers
 from relax_events.data.rendering import PromptRenderer
 from relax_events.errors import PoisonSample
 from relax_events.events.types import ChatMessage, PromptGroupIssued
@@ -20,7 +20,9 @@ FORGETFUL = (
     "{{ message['content'] if loop.last or message['role'] == 'user' else '...' }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-ENDLESS = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+ENDLESS = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -82,19 +84,19 @@ def issued(completions: list[list[ChatMessage]], *, answer: str = "", of: int = 
 
 def test_prompt_group_has_an_answer_for_each_sample(folder: Path) -> None:
     renderer = renderer_of(folder)
-    (alone,) = answers_of(issued([], answer="yo"), renderer=renderer)
+    (alone,) = sample_answers(issued([], answer="yo"), renderer=renderer)
     assert alone.tokens.tolist() == lay_out(PROMPT, TALK[:1], renderer=renderer).tokens.tolist()
-    chosen, rejected = answers_of(issued([TALK[:1], TALK[2:]], of=2), renderer=renderer)
+    chosen, rejected = sample_answers(issued([TALK[:1], TALK[2:]], of=2), renderer=renderer)
     assert (renderer.completion_text(chosen.tokens), renderer.completion_text(rejected.tokens)) == ("yo", "bye")
 
 
 @pytest.mark.parametrize(
     ("group", "text"),
     [
-        (issued([TALK[:1]], of=2), "the prompt brings 1 answers for 2 samples"),
+        (issued([TALK[:1]], of=2), "2 samples need as many answers, and the prompt brings 1"),
         (issued([], answer=" "), "an assistant message that is to be learnt is empty"),
     ],
 )
 def test_prompt_group_without_its_answers_is_refused(folder: Path, group: PromptGroupIssued, text: str) -> None:
     with pytest.raises(PoisonSample, match=text):
-        answers_of(group, renderer=renderer_of(folder))
+        sample_answers(group, renderer=renderer_of(folder))
