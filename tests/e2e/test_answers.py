@@ -145,7 +145,7 @@ def test_run_without_rewards_says_so_and_is_evaluated_by_generation(answers_run:
     assert [(row["policy_version"], row["num_prompts"], row["num_unscored"]) for row in report["evaluations"]] == [(0, 2, 0), (8, 2, 0)]
     assert "<svg" in (folder / ".relax/runs" / answers_run.config.run.id / "report.html").read_text()
     shown = call_relax("runs", "show", answers_run.config.run.id, "--config", answers_run.run_file, "--output", "json", cwd=folder)
-    assert orjson.loads(shown.out)["run_file"]["reward"] == "none"
+    assert orjson.loads(shown.out)["config"]["reward"] == "none"
 
 
 def test_pairs_move_apart(pairs_run: FinishedRun) -> None:
@@ -162,3 +162,15 @@ def test_sample_of_a_pair_is_chosen_or_rejected_by_its_index(pairs_run: Finished
     for sample in samples_of(pairs_run):
         word = sample.messages[0].text.split()[1]
         assert sample.completion == (word, 3 * word[0])[sample.sample_index]
+
+
+@pytest.mark.long
+def test_sft_run_file_learns_what_its_evaluation_rewards(bootstrap_servers: str, tmp_path: Path, run_id: str) -> None:
+    run_file = Path(__file__).parents[2] / "configs/sft.toml"
+    ended = call_relax("run", run_file, f"broker.bootstrap_servers={bootstrap_servers}", f"run.id={run_id}", cwd=tmp_path, timeout_seconds=280)
+    assert ended.code == 0, ended.err
+    report = report_of(tmp_path, run_id)
+    rewards = {row["policy_version"]: row["reward_mean"] for row in report["evaluations"]}
+    assert rewards[0] < 0.05
+    assert rewards[200] > 0.5
+    assert report["curves"]["loss"][-1] < 0.3
