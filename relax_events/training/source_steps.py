@@ -51,7 +51,7 @@ def open_batches(worker: Worker, source: SourceRun, ranks: Ranks) -> RecordedBat
         ConfigError: The scores that the run file names are not there, or the samples are not what the algorithm learns from.
     """
     config = worker.config
-    _require_alike(source.config, config)
+    require_alike(source.config, config)
     judge, max_new_tokens = None, config.engine.sampling.max_new_tokens
     if config.source.scores:
         judge = Rejudging(config.algorithm, max_new_tokens=max_new_tokens, rewards=_rewards(worker, source), scores=config.source.scores)
@@ -60,12 +60,16 @@ def open_batches(worker: Worker, source: SourceRun, ranks: Ranks) -> RecordedBat
     return RecordedBatches(worker, ranks, decode=SourceDecoder(source).sample, judge=judge)
 
 
-def _require_alike(source: RunConfig, config: RunConfig) -> None:
-    """Refuse to reward what was not rewarded, and to prefer what is no pair; any sample is an answer."""
+def require_alike(source: RunConfig, config: RunConfig) -> None:
+    """Refuse a replay by an algorithm that learns from something else than the source recorded; what was generated may be learnt as an answer.
+
+    Raises:
+        ConfigError: The text names both.
+    """
     recorded, wanted = source.algorithm, config.algorithm
-    if wanted.learns_from not in ("answers", recorded.learns_from):
+    if (recorded.learns_from, wanted.learns_from) != ("rewards", "answers") and recorded.learns_from != wanted.learns_from:
         why = f"algorithm {wanted.name} learns from {wanted.learns_from}, and run {source.run.id} recorded {recorded.learns_from}"
-        raise ConfigError(f"the rollouts can't be replayed: {why}; set algorithm.name to {recorded.name} or sft")
+        raise ConfigError(f"the rollouts can't be replayed: {why}; set algorithm.name to {recorded.name}")
 
 
 def _rewards(worker: Worker, source: SourceRun) -> dict[str, float]:

@@ -8,6 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from relax_events.config import DataConfig, EvaluationConfig, RunConfig
+from relax_events.errors import ConfigError
+from relax_events.training.source_steps import require_alike
 
 SFT: dict[str, Any] = {
     "run": {"id": "test"},
@@ -50,6 +52,19 @@ def test_replay_by_answers_takes_prompt_groups_of_any_size() -> None:
     assert RunConfig.model_validate(GRPO | replay | {"algorithm": {"name": "sft"}}).run.samples_per_prompt == 8
     with pytest.raises(ValidationError, match="samples_per_prompt must be 2, got 8: algorithm dpo learns from pairs"):
         RunConfig.model_validate(GRPO | replay | {"algorithm": {"name": "dpo"}})
+
+
+@pytest.mark.parametrize(
+    ("recorded", "wanted", "is_refused"),
+    [(GRPO, SFT, False), (SFT, SFT, False), (DPO, DPO, False), (SFT, GRPO, True), (DPO, GRPO, True), (DPO, SFT, True), (GRPO, DPO, True)],
+)
+def test_replay_learns_from_what_was_recorded(recorded: dict[str, Any], wanted: dict[str, Any], is_refused: bool) -> None:
+    source, config = RunConfig.model_validate(recorded), RunConfig.model_validate(wanted)
+    if is_refused:
+        with pytest.raises(ConfigError, match=f"algorithm {config.algorithm.name} learns from .*, and run test recorded"):
+            require_alike(source, config)
+    else:
+        require_alike(source, config)
 
 
 @pytest.mark.parametrize(
