@@ -115,16 +115,13 @@ def require_whole_groups(samples: Sequence[SampleReady]) -> None:
     """Refuse a micro-batch in which a prompt group's samples are not all there, side by side and by index.
 
     Raises:
-        PoisonSample: The text names the first sample that is out of place.
+        PoisonSample: The text names the first such prompt group.
     """
-    place, previous = 0, None
-    for sample in samples:
-        continues = previous is not None and place < previous.samples_per_prompt
-        if sample.sample_index != (place if continues else 0) or (continues and previous and sample.prompt_group_id != previous.prompt_group_id):
-            raise PoisonSample(f"sample {sample.sample_id} is out of place: the loss takes whole prompt groups, their samples one after the other")
-        place, previous = (place + 1 if continues else 1), sample
-    if previous is not None and place < previous.samples_per_prompt:
-        raise PoisonSample(f"prompt group {previous.prompt_group_id} has {place} of {previous.samples_per_prompt} samples; the loss takes whole ones")
+    for group_id, together in groupby(samples, key=lambda sample: sample.prompt_group_id):
+        members = list(together)
+        found, wanted = [sample.sample_index for sample in members], list(range(members[0].samples_per_prompt))
+        if found != wanted:
+            raise PoisonSample(f"prompt group {group_id} has samples {found} side by side; the loss takes all of it at once, {wanted}")
 
 
 def pack(samples: Sequence[TokenSequence], *, vocab_size: int, share_rows: bool = True, row_multiple: int = 1) -> PackedBatch:
