@@ -172,5 +172,5 @@ def test_sft_run_file_learns_what_its_evaluation_rewards(bootstrap_servers: str,
     report = report_of(tmp_path, run_id)
     rewards = {row["policy_version"]: row["reward_mean"] for row in report["evaluations"]}
     assert rewards[0] < 0.05
-    assert rewards[200] > 0.5
+    assert rewards[100] > 0.5
     assert report["curves"]["loss"][-1] < 0.3
