@@ -39,7 +39,7 @@ def check_answers(config: RunConfig) -> None:
     Raises:
         ValueError: The text names the setting, its value and the remedy.
     """
-    for problem in _problems(config):
+    if (problem := next(_problems(config), None)) is not None:
         raise ValueError(problem)
 
 

@@ -112,7 +112,7 @@ def test_report_shows_the_loss_of_a_run_that_rewards_nothing() -> None:
     state, ledger = books(3)
     for index, step in enumerate(state.steps):
         del step.figures["reward_mean"]
-        step.figures |= {"loss": 3.0 - index, "preference_accuracy": 0.5}
+        step.figures.update(loss=3.0 - index, preference_accuracy=0.5)
     report = built(state, ledger)
     assert (report["reward_first"], report["reward_last_10"], state.reward) == (None, None, None)
     text = " ".join(Page(report_page(report)).words)
