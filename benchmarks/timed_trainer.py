@@ -20,7 +20,7 @@ from relax_events.weights.manifest import Weights
 
 VOCAB_SIZE = 1 << 20
 NUM_WEIGHTS = 1 << 12
-MEANS = tuple(item.name for item in fields(StepFigures) if not item.name.startswith("num_"))
+MEANS = tuple(item.name for item in fields(StepFigures) if item.name != "own" and not item.name.startswith("num_"))
 
 
 class TimedBackend:

@@ -59,7 +59,7 @@ def needed_evaluators(config: RunConfig) -> frozenset[str]:
     """Return whose log-probabilities and values a sample needs before it can be trained."""
     algorithm = config.algorithm
     wanted = {
-        "reference": algorithm.kl_coefficient > 0,
+        "reference": algorithm.needs_reference,
         "actor": algorithm.old_logprobs == "actor",
         "critic": algorithm.needs_critic,
         "teacher": algorithm.distills,
@@ -73,8 +73,9 @@ class AdvantageLoop:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         evaluators = needed_evaluators(worker.config)
-        entities = ["rollout.samples", "reward.scores", *(EVALUATOR_TOPICS[name] for name in sorted(evaluators))]
-        self._join = GroupJoin(evaluators=evaluators)
+        scores = ["reward.scores"] if self._has_rewards else []
+        entities = ["rollout.samples", *scores, *(EVALUATOR_TOPICS[name] for name in sorted(evaluators))]
+        self._join = GroupJoin(evaluators=evaluators, needs_scores=self._has_rewards)
         self._judge = Judge(worker.config.algorithm, max_new_tokens=worker.config.engine.sampling.max_new_tokens)
         self._committed: dict[tuple[str, int], int] = {}
         self._expiry_is_due = False
@@ -84,6 +85,10 @@ class AdvantageLoop:
             topics=[worker.plan.topic(entity) for entity in entities],
             on_revoked=self._give_back,
         )
+
+    @property
+    def _has_rewards(self) -> bool:
+        return self._worker.config.algorithm.has_rewards
 
     def run(self) -> None:
         """Work until the drain starts."""
@@ -144,8 +149,8 @@ class AdvantageLoop:
             reason = f"poison: {group.poisoned}" if group.poisoned else f"reward: {failures[0]}"
             self._end(group, Outcome.FAILED, reason)
             return
-        rewards = np.array([group.reward_of(sample) for sample in group.ordered_samples()], np.float64)
-        mean_reward = float(rewards.mean())
+        rewards = np.array([self._reward_of(group, sample) for sample in group.ordered_samples()], np.float64)
+        mean_reward = float(rewards.mean()) if self._has_rewards else None
         if is_guest(group.prompt_group_id):
             self._end(group, Outcome.FILTERED, "guest: generated and scored, not trained", mean_reward=mean_reward)
             return
@@ -160,13 +165,20 @@ class AdvantageLoop:
         for sample, values in zip(group.ordered_samples(), advantages, strict=True):
             self._worker.producer.send(self._ready_record(group, sample, advantages=values))
 
+    def _reward_of(self, group: JoinedGroup, sample: SampleRolledOut) -> float:
+        """Return a sample's reward: 0 where nothing is rewarded."""
+        return group.reward_of(sample) if self._has_rewards else 0.0
+
+    def _components_of(self, group: JoinedGroup, sample: SampleRolledOut) -> dict[str, float]:
+        return group.scores[sample.sample_id].components if self._has_rewards else {}
+
     def _advantages(self, group: JoinedGroup) -> list[NDArray[np.float32]]:
         drawn_by_actor = self._worker.config.algorithm.old_logprobs == "actor"
         rewarded = [
             RewardedSample(
                 sample_id=sample.sample_id,
-                reward=group.reward_of(sample),
-                components=group.scores[sample.sample_id].components,
+                reward=self._reward_of(group, sample),
+                components=self._components_of(group, sample),
                 loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
                 policy_logprobs=_plain(_evaluated(group, sample, "actor") if drawn_by_actor else sample.rollout_logprobs, sample),
                 ref_logprobs=_plain(_evaluated(group, sample, "reference"), sample),
@@ -201,8 +213,8 @@ class AdvantageLoop:
             topk_ids=sample.topk_ids if taught is None or taught.topk_ids is None else taught.topk_ids,
             topk_teacher_logprobs=None if taught is None else taught.topk_logprobs,
             advantages=advantages,
-            reward=group.reward_of(sample),
-            components=group.scores[sample.sample_id].components,
+            reward=self._reward_of(group, sample),
+            components=self._components_of(group, sample),
             temperature=sample.temperature,
             num_prompt_tokens=sample.num_prompt_tokens,
             finish_reason=sample.finish_reason,

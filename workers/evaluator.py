@@ -45,7 +45,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     with ExitStack() as stack:
         rewards = {part.name: stack.enter_context(RewardPool(part.reward or config.reward)) for part in config.evaluation.datasets}
         worker = stack.enter_context(open_worker("evaluator", config, index=index, store=store, follow=("control.evaluations",), linger_ms=0))
-        engine = open_engine(config)
+        engine = open_engine(config, name=config.engine.name)
         stack.callback(engine.close)
         EvaluatorLoop(worker, engine, StoreTransport(store), sources=sources, rewards=rewards).run()
 

@@ -187,6 +187,7 @@ class PrompterLoop:
             answer=row.answer,
             metadata=row.metadata,
             tools=row.tools,
+            completions=row.completions,
             passed_over={str(number): reason for number, reason in choice.passed_over.items()},
             seed=seed_of(run.seed, group),
         )

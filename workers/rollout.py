@@ -21,15 +21,16 @@ import structlog
 from relax_events.broker.leases import GroupLeases, Lease, LeaseSource, ShareLeases
 from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
+from relax_events.data.laying_out import LaidOutAnswer, sample_answers
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
 from relax_events.errors import ConfigError, CorruptRecord, ObjectError, PoisonSample, WeightsError
-from relax_events.events.types import Event, FinishReason, Outcome, PolicyVersionPublished, PromptGroupIssued, SampleRolledOut
+from relax_events.events.types import Event, FinishReason, Outcome, PolicyVersionPublished, PromptGroupIssued, SampleRolledOut, VersionSegment
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.validation import check_issued
 from relax_events.pipeline.worker import Worker
 from relax_events.plugins import ENGINES, find_plugin
-from relax_events.weights.transport import StoreTransport, WeightsTransport
+from relax_events.weights.transport import StoreTransport, VersionsOnly, WeightsTransport
 from workers.opening import open_store, open_worker
 
 log = structlog.get_logger()
@@ -51,6 +52,8 @@ class GroupInWork:
     leases: list[Lease]
     issued: PromptGroupIssued
     prompt_tokens: np.ndarray
+    answers: tuple[LaidOutAnswer, ...] = ()
+    """By sample index, where the data bring them and nothing is generated."""
     samples: list[GeneratedSample] = field(default_factory=list)
 
     @property
@@ -73,20 +76,20 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     store = open_store(config)
     with open_worker("rollout", config, index=index, store=store, linger_ms=0) as worker:
-        engine = open_engine(config)
+        engine = open_engine(config, name=config.rollout_engine)
         try:
-            RolloutLoop(worker, engine, StoreTransport(store)).run()
+            RolloutLoop(worker, engine, StoreTransport(store) if config.algorithm.has_rewards else VersionsOnly()).run()
         finally:
             engine.close()
 
 
-def open_engine(config: RunConfig) -> Engine:
-    """Load the configured engine.
+def open_engine(config: RunConfig, *, name: str) -> Engine:
+    """Load an engine with the settings of the section `engine`.
 
     Raises:
         ConfigError: No engine of that name is installed.
     """
-    plugin = find_plugin(ENGINES, config.engine.name, what=f"engine.name = {config.engine.name!r}")
+    plugin = find_plugin(ENGINES, name, what=f"engine.name = {name!r}")
     engine: Engine = plugin.load()(config.model.path, config=config.engine, model=config.model)
     return engine
 
@@ -185,10 +188,14 @@ class RolloutLoop:
             self._fail(lease, f"given up after {MAX_DELIVERIES} deliveries: each worker that took it died or was stopped")
         else:
             try:
-                self._waiting.append(GroupInWork([lease], event, self._renderer.prompt_tokens(event.messages, tools=event.tools)))
+                self._waiting.append(self._rendered(lease, event))
             except (PoisonSample, ValueError) as error:
                 self._worker.dead_letter(lease.record, PoisonSample(str(error)))
                 self._fail(lease, f"prompt can't be rendered: {error}")
+
+    def _rendered(self, lease: Lease, issued: PromptGroupIssued) -> GroupInWork:
+        answers = () if self._config.algorithm.has_rewards else sample_answers(issued, renderer=self._renderer)
+        return GroupInWork([lease], issued, self._renderer.prompt_tokens(issued.messages, tools=issued.tools), answers)
 
     def _issued(self, record: Record) -> PromptGroupIssued | None:
         """Decode and check; what is unfit goes to the dead letters."""
@@ -234,17 +241,7 @@ class RolloutLoop:
 
     def _submit(self, group: GroupInWork) -> bool:
         issued = group.issued
-        empty_tokens, empty_logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
-        samples = tuple(
-            SampleRequest(
-                sample_id=f"{issued.prompt_group_id}/{index}",
-                seed=sample_seed(issued.seed, index),
-                tokens=empty_tokens,
-                logprobs=empty_logprobs,
-                segments=(),
-            )
-            for index in range(issued.samples_per_prompt)
-        )
+        samples = tuple(self._request(group, index) for index in range(issued.samples_per_prompt))
         if self._asleep:
             self._engine.wake()
             self._asleep = False
@@ -266,6 +263,17 @@ class RolloutLoop:
             return False
         self._running[issued.prompt_group_id] = group
         return True
+
+    def _request(self, group: GroupInWork, index: int) -> SampleRequest:
+        """Ask for a sample: from its first token on, or for the answer that it brings, which no policy drew: its log-probabilities are 0."""
+        tokens = group.answers[index].tokens if group.answers else np.empty(0, np.int32)
+        return SampleRequest(
+            sample_id=f"{group.issued.prompt_group_id}/{index}",
+            seed=sample_seed(group.issued.seed, index),
+            tokens=tokens,
+            logprobs=np.zeros(len(tokens), np.float32),
+            segments=(VersionSegment(self._engine.policy_version, len(tokens)),) if group.answers else (),
+        )
 
     def _generate(self) -> None:
         started = time.monotonic()
@@ -312,15 +320,16 @@ class RolloutLoop:
     def _rolled_out(self, group: GroupInWork, sample: GeneratedSample, owner: int) -> SampleRolledOut:
         issued, prompt, completion = group.issued, group.prompt_tokens, sample.tokens
         versions = [segment.policy_version for segment in sample.segments]
+        index = int(sample.sample_id.rpartition("/")[2])
         tokens = np.concatenate([prompt, completion]).astype(np.int32, copy=False)
         loss_mask = np.zeros(len(tokens), np.uint8)
-        loss_mask[len(prompt) :] = 1
+        loss_mask[len(prompt) :] = group.answers[index].loss_mask if group.answers else 1
         logprobs = np.zeros(len(tokens), np.float32)
         logprobs[len(prompt) :] = sample.logprobs
         return SampleRolledOut(
             sample_id=sample.sample_id,
             prompt_group_id=issued.prompt_group_id,
-            sample_index=int(sample.sample_id.rpartition("/")[2]),
+            sample_index=index,
             samples_per_prompt=issued.samples_per_prompt,
             train_step=issued.train_step,
             group_index=issued.group_index,

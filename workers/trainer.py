@@ -197,7 +197,7 @@ class TrainLoop:
 
     def _train_live(self, version: int, share: StepShare) -> bool:
         """Take prompt groups as they become ready, until the ranks hold a step's; False when the drain came first."""
-        batcher = MicroBatcher(max_tokens=self._config.trainer.max_tokens_per_micro_batch)
+        batcher = self._micro_batcher()
         placed: dict[str, PlacedSample] = {}
         remaining = self._config.run.groups_per_step
         self._assembler.advance(version)
@@ -225,18 +225,22 @@ class TrainLoop:
             return False
         with self._phases.measure("decode"):
             batch = recorded.take()
-        batcher = MicroBatcher(max_tokens=self._config.trainer.max_tokens_per_micro_batch)
+        batcher = self._micro_batcher()
         placed = {item.sample.sample_id: item for item in batch.samples}
         mine = {item.sample.prompt_group_id for item in batch.samples}
         share.prompt_group_ids = [group_id for group_id in batch.step.prompt_group_ids if group_id in mine]
-        for item in batch.samples:
-            try:
-                self._accumulate(batcher.add(self._trainable(item.sample)), placed, share)
-            except PoisonSample as error:
-                raise ConfigError(f"the rollouts of run {self._config.source.run} can't be trained with these settings: {error}") from error
+        try:
+            for micro_batch in batcher.feed(self._trainable(item.sample) for item in batch.samples):
+                self._accumulate(micro_batch, placed, share)
+        except PoisonSample as error:
+            raise ConfigError(f"the rollouts of run {self._config.source.run} can't be trained with these settings: {error}") from error
         self._accumulate(batcher.flush(), placed, share)
         self._worker.tick(working=True)
         return True
+
+    def _micro_batcher(self) -> MicroBatcher:
+        max_tokens, whole = self._config.trainer.max_tokens_per_micro_batch, self._config.algorithm.needs_whole_groups
+        return MicroBatcher(max_tokens=max_tokens, whole_prompt_groups=whole)
 
     def _agree_on_next(self, recorded: SourceSteps) -> bool:
         """Return whether every rank sees the source's next step; all ranks get the same answer."""
@@ -309,9 +313,10 @@ class TrainLoop:
 
     def _feed(self, group: ReadyGroup, batcher: MicroBatcher, placed: dict[str, PlacedSample], share: StepShare) -> None:
         share.prompt_group_ids.append(group.prompt_group_id)
-        for item in self._assembler.take(group):
-            placed[item.sample.sample_id] = item
-            self._accumulate(batcher.add(item.sample), placed, share)
+        taken = self._assembler.take(group)
+        placed |= {item.sample.sample_id: item for item in taken}
+        for micro_batch in batcher.feed(item.sample for item in taken):
+            self._accumulate(micro_batch, placed, share)
 
     def _accumulate(self, micro_batch: Sequence[SampleReady] | None, placed: dict[str, PlacedSample], share: StepShare) -> None:
         if not micro_batch:
@@ -327,7 +332,7 @@ class TrainLoop:
         """Update, write weights, commit; only then are the step's records decided."""
         step = self._backend.policy_version
         with self._phases.measure("update"):
-            figures = self._backend.step().as_figures()
+            figures = self._backend.step().as_figures(of_engine=self._config.algorithm.has_rewards)
         self._poll_checkpoint()
         with self._phases.measure("weights"):
             tensors = self._backend.weights()

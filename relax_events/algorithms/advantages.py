@@ -81,6 +81,11 @@ def regardless_of_rewards(rewards: GroupRewards) -> Float64[np.ndarray, " sample
     return np.zeros_like(rewards.total)
 
 
+def all_one(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
+    """Give each sample the advantage 1: it is an answer to learn, and nothing judges it."""
+    return np.ones_like(rewards.total)
+
+
 def leave_one_out(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
     """Take the mean reward of the other samples off each reward (RLOO); exact zeros where all are equal.
 

@@ -8,6 +8,7 @@ from relax_events.config.algorithm_spec import AlgorithmSpec
 
 ADVANTAGES = "relax_events.algorithms.advantages"
 LOSSES = "relax_events.algorithms.losses"
+PREFERENCES = "relax_events.algorithms.preferences"
 CLIP = ("clip_low", "clip_high", "dual_clip")
 WITHIN_GROUP: dict[str, Any] = {"advantage": f"{ADVANTAGES}:centred_and_scaled", "advantage_settings": ("normalise_std",)}
 GROUP_ADVANTAGE = "A = (R - mean(R)) / (std(R) + 1e-6) within the prompt group, std with n - 1"
@@ -222,4 +223,53 @@ OPD = AlgorithmSpec(
     },
     notes='With `distill_placement = "loss"` it is GKD on the policy\'s own samples: any divergence, over a set of tokens. Rewards are still '
     "scored and reported.",
+)
+
+NOTHING_REWARDED = dict.fromkeys(
+    ("overlong_ratio", "overlong_penalty", "filter_uniform_rewards", "whiten_advantages", "kl_placement"), "nothing is rewarded"
+)
+NOTHING_DRAWN = dict.fromkeys(
+    ("old_logprobs", "correction", "opsm_threshold", "m2_threshold", "distill_coefficient"), "the tokens are the data's, no policy drew them"
+)
+
+SFT = AlgorithmSpec(
+    name="sft",
+    summary="Supervised fine-tuning: the data's answers, token by token.",
+    formula="loss_t = -lp_t\nL = mean over the step's tokens",
+    source="Cross-entropy over the assistant's tokens alone, as in InstructGPT (arXiv 2203.02155), section 3.5.",
+    advantage=f"{ADVANTAGES}:all_one",
+    policy_loss=f"{LOSSES}:plain_gradient",
+    settings={"old_logprobs": "trainer"},
+    excluded={
+        **NOTHING_REWARDED,
+        **NOTHING_DRAWN,
+        "kl_coefficient": "the data's tokens estimate no divergence of the policy",
+    },
+    learns_from="answers",
+    notes="The loss is the mean negative log-likelihood of an answer token, in nats; its exponential is the perplexity. Rows bring the answers "
+    "by `data.completion_key` or `data.conversation_key`; without either the reference answer is learnt.",
+)
+
+DPO = AlgorithmSpec(
+    name="dpo",
+    summary="Direct preference optimisation: the chosen answer of each pair becomes likelier than the rejected one, against the reference model.",
+    formula="h = beta ((lp_c - ref_c) - (lp_r - ref_r)),  lp and ref summed over the tokens of the chosen (c) and the rejected (r) answer\n"
+    "loss = -(1 - label_smoothing) log sigmoid(h) - label_smoothing log sigmoid(-h)\nL = mean over the step's pairs",
+    source="DPO (arXiv 2305.18290), equation 7; beta: appendix B. Label smoothing: cDPO, in the same authors' code.",
+    advantage=f"{ADVANTAGES}:all_one",
+    policy_loss=f"{PREFERENCES}:direct_preference",
+    loss_settings=("beta", "label_smoothing"),
+    settings={"beta": 0.1, "label_smoothing": 0.0, "aggregation": "sample_mean", "old_logprobs": "trainer"},
+    excluded={
+        **NOTHING_REWARDED,
+        **NOTHING_DRAWN,
+        "kl_coefficient": "beta is what keeps the policy near the reference",
+        "aggregation": "the loss is one of pairs",
+    },
+    learns_from="pairs",
+    reference=True,
+    whole_prompt_groups=True,
+    figures=("preference_accuracy", "reward_margin", "chosen_reward", "rejected_reward"),
+    notes="The rewards that a step reports are those that the policy implies: beta (lp - ref) of an answer. Rows bring the pairs by "
+    "`data.chosen_key` and `data.rejected_key`.",
 )

@@ -26,7 +26,8 @@ def describe(name: str) -> dict[str, Any]:
         algorithm = AlgorithmConfig(name=name)
     except ValueError as error:
         raise ConfigError(f"algorithm {name!r} can't be used with its own settings: {error}") from None
-    told = {key: value for key, value in algorithm.model_dump(mode="json").items() if value is not None and key not in ("name", "options")}
+    left_out = {"name", "options", *(spec.excluded.keys() - spec.settings.keys())}
+    told = {key: value for key, value in algorithm.model_dump(mode="json").items() if value is not None and key not in left_out}
     return {
         "name": spec.name,
         "summary": spec.summary,
@@ -42,8 +43,10 @@ def describe(name: str) -> dict[str, Any]:
 def needs(spec: AlgorithmSpec, algorithm: AlgorithmConfig) -> list[str]:
     """Return what an algorithm asks of the run besides rewards, with the settings given."""
     wanted = {
+        "an answer with each prompt, no rewards": spec.learns_from == "answers",
+        "a chosen and a rejected answer with each prompt, no rewards": spec.learns_from == "pairs",
         "rewards in components": spec.components,
-        "the reference role": algorithm.kl_coefficient > 0,
+        "the reference role": algorithm.needs_reference,
         "the actor-forward role": algorithm.old_logprobs == "actor",
         "the critic role": algorithm.needs_critic,
         "the teacher role": algorithm.distills,

@@ -5,7 +5,8 @@ Every function takes the loss tokens of a micro-batch, laid end to end without p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -24,12 +25,14 @@ class LossTokens:
         old_logprobs: Of the policy that the ratio is against, in nats.
         advantages: Unitless.
         num_loss_tokens: Of each sample in packed order; a sample may have none.
+        ref_logprobs: Of the reference model, in nats, where the algorithm or a KL term needs them.
     """
 
     logprobs: Float[Tensor, " tokens"]
     old_logprobs: Float[Tensor, " tokens"]
     advantages: Float[Tensor, " tokens"]
     num_loss_tokens: Int[Tensor, " samples"]
+    ref_logprobs: Float[Tensor, " tokens"] | None = None
 
     @property
     def log_ratio(self) -> Float[Tensor, " tokens"]:
@@ -43,12 +46,16 @@ class LossTokens:
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """Per-token policy loss and what the clipping did. With a ratio of sequences all tokens of a sample have the same."""
+    """Per-token policy loss and what the clipping did. With a ratio of sequences all tokens of a sample have the same.
+
+    `figures` are what the algorithm's spec names in `figures`, a value for each token, detached; a step reports their means, taken as the loss's is.
+    """
 
     losses: Float[Tensor, " tokens"]
     ratio: Float[Tensor, " tokens"]
     clipped_low: Bool[Tensor, " tokens"]
     clipped_high: Bool[Tensor, " tokens"]
+    figures: Mapping[str, Float[Tensor, " tokens"]] = field(default_factory=dict)
 
 
 def sample_sums(values: Float[Tensor, " tokens"], *, num_loss_tokens: Int[Tensor, " samples"], mean: bool = False) -> Float[Tensor, " tokens"]:

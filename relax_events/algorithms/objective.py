@@ -27,7 +27,7 @@ class ObjectiveInputs:
         entropies: Of the distributions that the tokens were drawn from; carries it where there is a bonus for them.
         rollout_logprobs: As the engine gave them.
         old_logprobs: Of the policy that the ratio is against; None for the weights being trained themselves.
-        ref_logprobs: Of the reference model, where the loss has a KL term.
+        ref_logprobs: Of the reference model, where the loss takes them.
         advantages: Unitless.
         num_loss_tokens: Of each sample in packed order.
         second_moment_cutoff: Largest squared log-ratio to the engine's policy that is trained, over the whole step.
@@ -128,7 +128,13 @@ class Objective:
         )
 
     def _surrogate(self, inputs: ObjectiveInputs, old: Float[Tensor, " tokens"]) -> Surrogate:
-        tokens = LossTokens(logprobs=inputs.logprobs, old_logprobs=old, advantages=inputs.advantages, num_loss_tokens=inputs.num_loss_tokens)
+        tokens = LossTokens(
+            logprobs=inputs.logprobs,
+            old_logprobs=old,
+            advantages=inputs.advantages,
+            num_loss_tokens=inputs.num_loss_tokens,
+            ref_logprobs=inputs.ref_logprobs,
+        )
         given = self._policy_loss(tokens, **self._settings)
         losses = given.losses if isinstance(given, Surrogate) else given
         if not isinstance(losses, Tensor) or losses.shape != inputs.logprobs.shape:

@@ -21,8 +21,10 @@ def run(config: Path, *overrides: str) -> None:
     settings = load_run_config(config, overrides)
     prepare_run(settings)
     report = RunSession(settings).run()
-    rewards = f"reward {report['reward_first']:.3f} -> {report['reward_last']:.3f}"
-    print(f"{rewards} in {report['steps']} steps, {report['wall_seconds']:.0f} s; report: {settings.run_directory / 'report.html'}")
+    name, curve = ("reward", "reward_mean") if settings.algorithm.has_rewards else ("loss", "loss")
+    first, last = report["curves"][curve][0], report["curves"][curve][-1]
+    page = settings.run_directory / "report.html"
+    print(f"{name} {first:.3f} -> {last:.3f} in {report['steps']} steps, {report['wall_seconds']:.0f} s; report: {page}")
 
 
 def worker(role: str, config: Path, *overrides: str, index: int = 0) -> None:

@@ -8,11 +8,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from relax_events.config.algorithm_spec import AlgorithmSpec, find_algorithm
+from relax_events.config.algorithm_spec import AlgorithmSpec, LearnsFrom, find_algorithm
 from relax_events.config.base import Section
 from relax_events.errors import ConfigError
 
-NOT_SHARED = ("normalise_std", "reward_weights", "clip_low", "clip_high", "dual_clip", "gate_positive", "gate_negative", "gamma", "gae_lambda")
+NOT_SHARED = (
+    "normalise_std", "reward_weights", "clip_low", "clip_high", "dual_clip", "gate_positive", "gate_negative", "gamma", "gae_lambda",
+    "beta", "label_smoothing",
+)  # fmt: skip
 """Settings that only some algorithms have; those of the others are null."""
 CORRECTION_RANGES = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mask": (0.5, 2.0)}
 """What the corrections with a range take when the run file names none."""
@@ -55,6 +58,10 @@ class AlgorithmConfig(Section):
     """By how much a reward counts less for each token that it lies ahead."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
     """Between the critic's word alone (0) and the rewards to come alone (1); the critic role is needed where an algorithm has this."""
+    beta: Positive | None = None
+    """How much a log-probability against the reference model's is worth as a reward; higher stays nearer to the reference."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = None
+    """Share of the pairs that are taken to be labelled the wrong way round."""
     aggregation: Literal["token_mean", "sample_mean", "constant_length"] = "token_mean"
     """Mean over all tokens of the step; over tokens of a sample first and then over samples; or the sum over a sample's tokens divided
     by `length_normaliser`, and then the mean over samples."""
@@ -159,6 +166,35 @@ class AlgorithmConfig(Section):
         return find_algorithm(self.name)
 
     @property
+    def learns_from(self) -> LearnsFrom:
+        """What the algorithm learns from: see its spec. Where its file is gone, rewards."""
+        return "rewards" if _file_is_missing(self.name) else self.spec.learns_from
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether samples are generated and rewarded, not brought by the data."""
+        return self.learns_from == "rewards"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference role is needed."""
+        return self.kl_coefficient > 0 or self._loss_takes_reference
+
+    @property
+    def has_reference_in_loss(self) -> bool:
+        """Whether the trainer needs the reference's log-probabilities of each sample."""
+        return self.has_loss_kl or self._loss_takes_reference
+
+    @property
+    def _loss_takes_reference(self) -> bool:
+        return not _file_is_missing(self.name) and self.spec.reference
+
+    @property
+    def needs_whole_groups(self) -> bool:
+        """Whether a micro-batch must hold all samples of a prompt group, side by side."""
+        return not _file_is_missing(self.name) and self.spec.whole_prompt_groups
+
+    @property
     def has_loss_kl(self) -> bool:
         """Whether the loss has a KL term."""
         return self.kl_coefficient > 0 and self.kl_placement == "loss"
@@ -226,7 +262,7 @@ def _refuse_unused(spec: AlgorithmSpec, given: Mapping[str, Any], unused: Mappin
             uses = ", ".join(name for name in NOT_SHARED if name not in unused) or "none of its kind"
             raise ValueError(f"{key} = {given[key]!r} is not used by {spec.name}, which has {uses}; leave {key} out")
     for key, reason in spec.excluded.items():
-        if given.get(key, inert := AlgorithmConfig.model_fields[key].default) != inert:
+        if given.get(key, inert := spec.settings.get(key, AlgorithmConfig.model_fields[key].default)) != inert:
             raise ValueError(f"{key} = {given[key]!r} is not for {spec.name}: {reason}; leave {key} out")
     for key in given.get("options") or {}:
         if key not in spec.options:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from relax_events.errors import ConfigError
 from relax_events.plugins import ALGORITHMS, FilePlugin, find_plugin
 
+LearnsFrom = Literal["rewards", "answers", "pairs"]
 Function = str | Callable[..., Any]
 """A function, or `module:function` of one whose module is loaded only where it is called."""
 
@@ -36,6 +37,11 @@ class AlgorithmSpec:
         reward_kl: Where the KL estimate goes that a reward is lessened by: into the sample's one reward, or token by token, each token
             answering for those that follow it.
         components: Whether rewards must come in components.
+        learns_from: `rewards` of samples that the policy generates; or what the data bring: one of the `answers` for each prompt, or `pairs`
+            of a chosen and a rejected one. With those nothing is generated and nothing is rewarded.
+        reference: Whether the loss takes the reference model's log-probabilities, whatever the KL coefficient is.
+        whole_prompt_groups: Whether the loss takes the samples of a prompt group together: they come side by side, by index.
+        figures: Names of what the loss reports of a step beside itself: the keys of `Surrogate.figures`.
         notes: What the papers set otherwise, and what to look out for.
     """
 
@@ -52,6 +58,10 @@ class AlgorithmSpec:
     excluded: Mapping[str, str] = field(default_factory=dict)
     reward_kl: Literal["sequence", "token"] = "sequence"
     components: bool = False
+    learns_from: LearnsFrom = "rewards"
+    reference: bool = False
+    whole_prompt_groups: bool = False
+    figures: tuple[str, ...] = ()
     notes: str = ""
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from relax_events.config.base import Positive, Section
+
+LEARNT_KEYS = ("completion_key", "conversation_key", "chosen_key", "rejected_key")
+"""Name the columns that are learnt as they stand."""
 
 
 class RowsConfig(Section):
@@ -21,8 +24,18 @@ class RowsConfig(Section):
     """Of a folder in Hugging Face layout: take the files of this split only, such as `train`; empty takes all."""
     prompt_key: str = "prompt"
     """Column that holds the prompt: a string, or a list of chat messages. Dots lead into objects, here and in the other keys."""
+    completion_key: str = ""
+    """Column that holds the answer to learn: a string, or the messages that follow the prompt. Without it the reference answer is learnt."""
+    conversation_key: str = ""
+    """Column that holds a whole conversation to learn from: a list of chat messages, in place of prompt and completion."""
+    train_on: Literal["all", "last"] = "all"
+    """Which of a conversation's assistant messages are learnt."""
+    chosen_key: str = ""
+    """Column that holds the better answer of a pair: a string, or messages, with or without those of the prompt before them."""
+    rejected_key: str = ""
+    """Column that holds the worse one. With an empty `prompt_key` the prompt is what both begin with."""
     answer_key: str = "answer"
-    """Column that holds the reference answer for the reward; empty where there is none."""
+    """Column that holds the reference answer for the reward; empty where there is none, as is usual where the row brings what is learnt."""
     metadata_keys: tuple[str, ...] | None = None
     """Columns that reach the reward function as metadata; without it all that are not prompt, answer or tools."""
     tools_key: str = ""
@@ -35,6 +48,24 @@ class RowsConfig(Section):
     """Number of generated problems (generated sources only)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the problem generator (generated sources only)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _learnt_rows_need_no_answer(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or "answer_key" in given or not any(given.get(key) for key in LEARNT_KEYS):
+            return given
+        return {**given, "answer_key": ""}
+
+    @model_validator(mode="after")
+    def _keys_fit_together(self) -> RowsConfig:
+        given = [key for key in LEARNT_KEYS if getattr(self, key)]
+        if given not in ([], ["completion_key"], ["conversation_key"], ["chosen_key", "rejected_key"]):
+            raise ValueError(f"completion_key, conversation_key, or chosen_key with rejected_key say what is learnt, got {' and '.join(given)}")
+        if not self.prompt_key and "chosen_key" not in given:
+            raise ValueError("prompt_key must name a column, got ''; it may be empty where chosen_key and rejected_key bring the prompt")
+        if self.train_on != "all" and not self.conversation_key:
+            raise ValueError(f"train_on = {self.train_on!r} chooses among a conversation's messages; set conversation_key, or leave train_on out")
+        return self
 
 
 class DatasetConfig(RowsConfig):
@@ -61,6 +92,8 @@ class DataConfig(RowsConfig):
     """Shorter prompts are passed over; 0 takes any."""
     max_prompt_tokens: Annotated[int, Field(ge=0)] = 0
     """Longer prompts are passed over; 0 takes any."""
+    max_sample_tokens: Annotated[int, Field(ge=0)] = 0
+    """Rows whose prompt and longest answer are longer together are passed over, where the data bring the answers; 0 takes any."""
     pass_rate: tuple[float, float] | None = None
     """Pass over a prompt whose newest mean reward lies outside of [low, high]; prompts that were never trained are taken."""
     hook: str = ""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from relax_events.config.algorithm import AlgorithmConfig
+from relax_events.config.answers import DATASET_ENGINE, check_answers, with_group_size
 from relax_events.config.base import Positive, Seconds, Section
 from relax_events.config.broker import BrokerConfig, ObjectsConfig
 from relax_events.config.critic import CriticConfig
@@ -32,8 +33,8 @@ class RunSection(Section):
     """Optimizer steps until the run has reached its goal; a fork counts on from its source's."""
     groups_per_step: Positive = 16
     """Prompt groups in one train step."""
-    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
-    """Samples drawn for each prompt."""
+    samples_per_prompt: Positive = 8
+    """Samples drawn for each prompt, at least 2. Where the data bring what is learnt it is 1 answer, or the 2 of a pair, and may be left out."""
     mode: Literal["sync", "async"] = "async"
     """`sync`: engine and trainer alternate on the same devices, strictly on-policy. `async`: both work all the time."""
     max_staleness: Annotated[int, Field(ge=0)] = 1
@@ -159,6 +160,16 @@ class RunConfig(Section):
     workers: WorkersConfig = WorkersConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_group_size(cls, given: Any) -> Any:
+        return with_group_size(given)
+
+    @model_validator(mode="after")
+    def _answers_are_there(self) -> RunConfig:
+        check_answers(self)
+        return self
+
     @model_validator(mode="after")
     def _ranks_have_shards(self) -> RunConfig:
         if self.trainer.ranks > self.broker.shards:
@@ -187,6 +198,11 @@ class RunConfig(Section):
     def is_replay(self) -> bool:
         """Whether this run trains another run's rollouts and generates none."""
         return bool(self.source.run) and self.source.rollouts == "recorded"
+
+    @property
+    def rollout_engine(self) -> str:
+        """Name of the rollout workers' engine: `dataset` where the data bring the answers, and `engine.name` is left to the evaluator."""
+        return self.engine.name if self.algorithm.has_rewards else DATASET_ENGINE
 
     @property
     def first_version(self) -> int:
@@ -224,8 +240,10 @@ class RunConfig(Section):
         evaluator = {"evaluator": 1} if self.evaluation.datasets else {}
         if self.is_replay:
             return {"controller": 1, "metrics": 1, "trainer": 1} | evaluator
-        counts = {"controller": 1, "metrics": 1, "prompter": 1, "rollout": self.workers.rollout, "reward": self.workers.reward}
-        if self.algorithm.kl_coefficient > 0:
+        counts = {"controller": 1, "metrics": 1, "prompter": 1, "rollout": self.workers.rollout}
+        if self.algorithm.has_rewards:
+            counts["reward"] = self.workers.reward
+        if self.algorithm.needs_reference:
             counts["reference"] = self.workers.reference
         if self.algorithm.old_logprobs == "actor":
             counts["actor-forward"] = self.workers.actor_forward

@@ -14,7 +14,8 @@ from relax_events.config import RunConfig
 from relax_events.control.address import OPERATOR, embedded_broker, open_admin, with_bootstrap_servers
 from relax_events.control.requirements import require_metrics_ports, require_model, require_roles, require_teacher
 from relax_events.control.topics.applying import plan_changes
-from relax_events.data.judging import HookJudge, LengthJudge, judges_length
+from relax_events.data.judging import HookJudge, judges_length, length_judge
+from relax_events.data.laying_out import answers_of
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow, PromptSource
 from relax_events.data.sources import evaluated_parts, named_parts, open_source
@@ -120,6 +121,8 @@ class PromptCheck:
             place = HookJudge(config.data.hook)(self._first, mean_rewards=(), train_step=0)
             texts.append(f"{config.data.hook} gives {place} for the first")
         texts += [text for _, source in opened if (text := _lengths(config, source))]
+        if not config.algorithm.has_rewards and config.model.path.exists():
+            texts.append(_answers(config, self._first))
         for section, part in evaluated_parts(config):
             source = open_source(part, seed=config.run.seed, section=section)
             texts.append(f"{source.rows} to evaluate {part.name} on{_left_out(source)}")
@@ -127,6 +130,8 @@ class PromptCheck:
 
     def check_reward(self, config: RunConfig) -> str:
         """The reward function loads, and scores the reference answer of the first prompt in time."""
+        if not config.algorithm.has_rewards and not config.evaluation.datasets:
+            return f"algorithm {config.algorithm.name} needs none"
         with RewardPool(config.reward) as pool:
             if self._first is None:
                 raise CheckFailed(f"{config.reward.function} loads, but was not tried: there is no prompt to try it on; see data")
@@ -147,12 +152,18 @@ def _left_out(source: PromptSource) -> str:
     return f", {unfit.count} unfit left out, first {unfit.named[0]}" if unfit.count else ""
 
 
+def _answers(config: RunConfig, row: PromptRow) -> str:
+    """Say how long the answers are that a row brings; raises PoisonSample where they can't be laid out."""
+    answers = answers_of(row, renderer=PromptRenderer.from_folder(config.model.path, config.data))
+    return "the first brings " + " and ".join(f"{int(answer.loss_mask.sum())} tokens to learn" for answer in answers)
+
+
 def _lengths(config: RunConfig, source: PromptSource) -> str:
     """Say how many of a source's first rows the length filters take; nothing without filters, or before there is a tokenizer."""
     if not judges_length(config.data) or not config.model.path.exists():
         return ""
     renderer = PromptRenderer.from_folder(config.model.path, config.data)
-    judge = LengthJudge(renderer, min_tokens=config.data.min_prompt_tokens, max_tokens=config.data.max_prompt_tokens)
+    judge = length_judge(renderer, config.data)
     rows = range(min(source.rows, NUM_MEASURED))
     reasons = Counter(verdict for row in rows if isinstance(verdict := judge(source.row(row), mean_rewards=(), train_step=0), str))
     passed_over = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(reasons.items())) or "none"

@@ -25,7 +25,8 @@ def require_roles(config: RunConfig) -> str:
     """
     for role in config.roles():
         find_plugin(ROLES, role, what=f"role {role!r}")
-    find_plugin(ENGINES, config.engine.name, what=f"engine.name = {config.engine.name!r}")
+    for engine in dict.fromkeys((config.engine.name, config.rollout_engine)):
+        find_plugin(ENGINES, engine, what=f"engine.name = {engine!r}")
     find_plugin(TRAINER_BACKENDS, config.trainer.backend, what=f"trainer.backend = {config.trainer.backend!r}")
     find_algorithm(config.algorithm.name)
     return ", ".join(f"{role} x {count}" for role, count in config.roles().items())

@@ -90,5 +90,5 @@ class RunState:
 
     @property
     def reward(self) -> float | None:
-        """Mean reward of the newest step; None before the first."""
-        return self.steps[-1].figures["reward_mean"] if self.steps else None
+        """Mean reward of the newest step; None before the first, and where nothing is rewarded."""
+        return self.steps[-1].figures.get("reward_mean") if self.steps else None

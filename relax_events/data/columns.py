@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import orjson
 
 from relax_events.config import RowsConfig
+from relax_events.data.completions import checked_completion, divided, pair_of
 from relax_events.data.rows import PromptRow, with_system_prompt
 from relax_events.errors import ConfigError
 from relax_events.events.types import ChatMessage
@@ -26,7 +27,9 @@ class ColumnReader:
             section: Where the run file does, for errors.
         """
         self._config, self._section = config, section
-        self._taken = {key for key in (config.prompt_key, config.answer_key, config.tools_key) if key}
+        prompt_key = "" if config.conversation_key else config.prompt_key
+        learnt_keys = (config.completion_key, config.conversation_key, config.chosen_key, config.rejected_key)
+        self._taken = {key for key in (prompt_key, *learnt_keys, config.answer_key, config.tools_key) if key}
 
     def needed(self, columns: list[str]) -> list[str]:
         """Return those of a file's columns that a row is made of."""
@@ -46,12 +49,39 @@ class ColumnReader:
         config = self._config
         if not isinstance(columns, dict):
             raise ConfigError(f"{place} is {_kind(columns)}; each line must be one JSON object")
-        prompt = self._column(columns, config.prompt_key, "prompt_key", place)
-        messages = with_system_prompt(_messages(prompt, f"{place}: {config.prompt_key}"), config.system_prompt)
+        prompt, completions = self._learnt(columns, place)
+        messages = with_system_prompt(prompt, config.system_prompt)
         answer = self._column(columns, config.answer_key, "answer_key", place) if config.answer_key else ""
         tools = self._column(columns, config.tools_key, "tools_key", place) if config.tools_key else None
         text = answer if isinstance(answer, str) else _json(answer, f"{place}: {config.answer_key}")
-        return PromptRow(messages, text, self._metadata(columns, place), _tools(tools, f"{place}: {config.tools_key}"))
+        if not config.answer_key and len(completions) == 1 and len(completions[0]) == 1:
+            text = completions.pop()[0].text
+        return PromptRow(messages, text, self._metadata(columns, place), _tools(tools, f"{place}: {config.tools_key}"), completions)
+
+    def _learnt(self, columns: dict[str, Any], place: str) -> tuple[list[ChatMessage], list[list[ChatMessage]]]:
+        """Return the conversation so far, and the completions that the row brings."""
+        config = self._config
+        if config.conversation_key:
+            where = f"{place}: {config.conversation_key}"
+            conversation = _messages(self._column(columns, config.conversation_key, "conversation_key", place), where)
+            prompt, completion = divided(conversation, train_on=config.train_on, place=where)
+            return prompt, [completion]
+        prompt = []
+        if config.prompt_key:
+            prompt = _messages(self._column(columns, config.prompt_key, "prompt_key", place), f"{place}: {config.prompt_key}")
+        if config.chosen_key:
+            chosen, rejected = (self._completion(columns, getattr(config, key), key, place) for key in ("chosen_key", "rejected_key"))
+            return pair_of(prompt, chosen, rejected, place=place)
+        if config.completion_key:
+            completion = self._completion(columns, config.completion_key, "completion_key", place)
+            return prompt, [checked_completion(completion, place=f"{place}: {config.completion_key}")]
+        return prompt, []
+
+    def _completion(self, columns: dict[str, Any], key: str, setting: str, place: str) -> list[ChatMessage]:
+        value = self._column(columns, key, setting, place)
+        if isinstance(value, str) and value:
+            return [ChatMessage.of_text("assistant", value)]
+        return _messages(value, f"{place}: {key}", what="an answer")
 
     def _metadata(self, columns: dict[str, Any], place: str) -> str:
         keys = self._config.metadata_keys
@@ -71,11 +101,11 @@ class ColumnReader:
         return value
 
 
-def _messages(prompt: Any, place: str) -> list[ChatMessage]:
+def _messages(prompt: Any, place: str, *, what: str = "a prompt") -> list[ChatMessage]:
     if isinstance(prompt, str) and prompt:
         return [ChatMessage.of_text("user", prompt)]
     if not isinstance(prompt, list) or not prompt:
-        raise ConfigError(f"{place} is {_kind(prompt)}; a prompt is a non-empty string or a list of chat messages")
+        raise ConfigError(f"{place} is {_kind(prompt)}; {what} is a non-empty string or a list of chat messages")
     return [_message(message, place) for message in prompt]
 
 

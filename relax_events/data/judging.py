@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import orjson
 
 from relax_events.config import DataConfig
+from relax_events.data.laying_out import answers_of
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow
 from relax_events.data.stream import DataPlace
@@ -54,10 +55,10 @@ class History:
 
 
 class LengthJudge:
-    """Passes over prompts that are too short, too long, or that the chat template refuses."""
+    """Passes over prompts that are too short, too long, or that the chat template refuses, and likewise the answers that rows bring."""
 
-    def __init__(self, renderer: PromptRenderer, *, min_tokens: int, max_tokens: int) -> None:
-        self._renderer, self._min, self._max = renderer, min_tokens, max_tokens
+    def __init__(self, renderer: PromptRenderer, *, min_tokens: int, max_tokens: int, max_sample_tokens: int = 0) -> None:
+        self._renderer, self._min, self._max, self._max_sample = renderer, min_tokens, max_tokens, max_sample_tokens
 
     def __call__(self, row: PromptRow, *, mean_rewards: Sequence[float], train_step: int) -> Verdict:
         """See `Judge`."""
@@ -67,7 +68,16 @@ class LengthJudge:
             return "refused_by_template"
         if num_tokens < self._min:
             return "too_short"
-        return "too_long" if 0 < self._max < num_tokens else 0.0
+        if 0 < self._max < num_tokens:
+            return "too_long"
+        return self._judge_answers(row, num_tokens) if self._max_sample else 0.0
+
+    def _judge_answers(self, row: PromptRow, num_prompt_tokens: int) -> Verdict:
+        try:
+            longest = max(len(answer.tokens) for answer in answers_of(row, renderer=self._renderer))
+        except PoisonSample:
+            return "answer_refused"
+        return "answer_too_long" if num_prompt_tokens + longest > self._max_sample else 0.0
 
 
 class PassRateJudge:
@@ -137,7 +147,7 @@ def judges_of(config: DataConfig, *, renderer: PromptRenderer | None) -> list[Ju
     """
     judges: list[Judge] = []
     if renderer is not None and judges_length(config):
-        judges.append(LengthJudge(renderer, min_tokens=config.min_prompt_tokens, max_tokens=config.max_prompt_tokens))
+        judges.append(length_judge(renderer, config))
     if config.pass_rate is not None:
         judges.append(PassRateJudge(*config.pass_rate))
     if config.hook:
@@ -145,9 +155,15 @@ def judges_of(config: DataConfig, *, renderer: PromptRenderer | None) -> list[Ju
     return judges
 
 
+def length_judge(renderer: PromptRenderer, config: DataConfig) -> LengthJudge:
+    """Return the judge of lengths that a run file asks for."""
+    longest = config.max_sample_tokens
+    return LengthJudge(renderer, min_tokens=config.min_prompt_tokens, max_tokens=config.max_prompt_tokens, max_sample_tokens=longest)
+
+
 def judges_length(config: DataConfig) -> bool:
     """Tell whether prompts have to be rendered to be judged."""
-    return bool(config.min_prompt_tokens or config.max_prompt_tokens)
+    return bool(config.min_prompt_tokens or config.max_prompt_tokens or config.max_sample_tokens)
 
 
 def needs_history(config: DataConfig) -> bool:

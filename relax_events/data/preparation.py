@@ -88,7 +88,7 @@ def make_tiny_for(data: DataConfig, path: Path, *, tiny: TinyModelConfig, seed: 
     prompts = [row.messages[-1].text for row in rows]
     return make_tiny(
         path,
-        corpus=[*prompts, *(row.answer for row in rows)],
+        corpus=[*prompts, *(row.answer for row in rows), *(message.text for row in rows for learnt in row.completions for message in learnt)],
         family=tiny.family,
         hidden_size=tiny.hidden_size,
         num_layers=tiny.num_layers,

@@ -67,26 +67,39 @@ class PromptRenderer:
         Raises:
             PoisonSample: The template refuses the conversation; the text says why.
         """
-        return self._encode(self._templated(messages, tools) if self._config.chat_template else "\n".join(message.text for message in messages))
+        if not self._config.chat_template:
+            return self.encode("\n".join(message.text for message in messages))
+        return self.encode(self.templated(messages, tools=tools))
 
-    def _templated(self, messages: Sequence[ChatMessage], tools: str) -> str:
+    @property
+    def has_template(self) -> bool:
+        """Whether conversations are rendered by a chat template."""
+        return self._config.chat_template
+
+    def templated(self, messages: Sequence[ChatMessage], *, tools: str = "", is_whole: bool = False) -> str:
+        """Render a conversation by the chat template: up to where the model goes on, or `is_whole`, as it ends with its last message.
+
+        Raises:
+            PoisonSample: The template refuses the conversation; the text says why.
+        """
         turns = [{"role": message.role, "content": message.text} for message in messages]
         options = self._config.chat_template_options
         shown = json.loads(tools) if tools else None
         try:
-            return str(self._tokenizer.apply_chat_template(turns, tools=shown, add_generation_prompt=True, tokenize=False, **options))
+            return str(self._tokenizer.apply_chat_template(turns, tools=shown, add_generation_prompt=not is_whole, tokenize=False, **options))
         except (TemplateError, TypeError) as error:
             raise PoisonSample(f"the chat template refuses the conversation: {error}") from None
 
     def answer_tokens(self, answer: str) -> NDArray[np.int32]:
         """Render a reference answer as the completion that the model should write, with the token that ends it."""
-        return np.append(self._encode(answer), np.int32(self.stop_token_ids[0]))
+        return np.append(self.encode(answer), np.int32(self.stop_token_ids[0]))
 
     def completion_text(self, tokens: NDArray[np.int32]) -> str:
         """Decode a completion without its special tokens; bytes that are no UTF-8 become replacement characters."""
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
-    def _encode(self, text: str) -> NDArray[np.int32]:
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Give the tokens of a text as it stands."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
 

@@ -13,12 +13,17 @@ NUM_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A problem: the conversation so far, the reference answer, a JSON object that the reward function may need, and a JSON list of tools."""
+    """A problem: the conversation so far, the reference answer, a JSON object that the reward function may need, and a JSON list of tools.
+
+    `completions` are what the row brings to learn from, each the messages that follow the conversation so far: one, or a chosen and a rejected
+    one. A single message to learn is the `answer`, and stands here only where the reference answer is another.
+    """
 
     messages: list[ChatMessage]
     answer: str
     metadata: str = "{}"
     tools: str = ""
+    completions: list[list[ChatMessage]] = field(default_factory=list)
 
 
 class PromptSource(Protocol):

@@ -32,7 +32,7 @@ class SampleRequest:
     Attributes:
         sample_id: Unique among the samples in the engine.
         seed: Fixes the draw of every token, together with the token's place in the completion; 0 to 2**64 - 1.
-        tokens: What an aborted attempt has generated; empty at the start.
+        tokens: What an aborted attempt has generated, or the answer that the data bring; empty where there is neither.
         logprobs: Their log-probabilities, in nats.
         segments: Their policy versions.
         top_tokens: Their most probable tokens, where the request asks for some.

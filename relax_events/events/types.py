@@ -177,6 +177,7 @@ class PromptGroupIssued:
     answer: str = ""
     metadata: str = "{}"
     tools: str = ""
+    completions: list[list[ChatMessage]] = field(default_factory=list)
     passed_over: dict[str, str] = field(default_factory=dict)
     seed: int
     issued_at: int = field(default_factory=now_micros)

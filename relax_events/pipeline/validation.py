@@ -70,7 +70,7 @@ def check_trainable(sample: SampleReady, *, algorithm: AlgorithmConfig, vocab_si
     """
     needed = {
         "actor_logprobs": algorithm.old_logprobs == "actor",
-        "ref_logprobs": algorithm.has_loss_kl,
+        "ref_logprobs": algorithm.has_reference_in_loss,
         "values": algorithm.needs_critic,
         "teacher_logprobs": algorithm.distills,
         "topk_ids": algorithm.has_topk_loss,

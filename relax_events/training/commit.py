@@ -56,7 +56,8 @@ class StepCommitter:
         checkpoint: CheckpointRef | None,
     ) -> TrainStepCommitted:
         """Commit a step with everything that became true by it."""
-        layout = StepLayout.of(shares)
+        has_rewards = self._worker.config.algorithm.has_rewards
+        layout = StepLayout.of(shares, has_rewards=has_rewards)
         step = TrainStepCommitted(
             train_step=train_step,
             policy_version=train_step + 1,
@@ -76,7 +77,7 @@ class StepCommitter:
         records = [
             self._worker.outbound("control.train-steps", step, key=str(train_step)),
             *(self._outcome(ended) for share in shares for ended in share.ended),
-            *(self._outcome(ended) for ended in trained_outcomes(shares, train_step)),
+            *(self._outcome(ended) for ended in trained_outcomes(shares, train_step, has_rewards=has_rewards)),
             self._published(train_step + 1, artifact),
         ]
         self._writer.commit(
@@ -122,9 +123,7 @@ class StepCommitter:
         return self._worker.outbound("control.group-outcomes", ended, key=ended.prompt_group_id)
 
     def _published(self, version: int, artifact: ObjectRef) -> OutRecord:
-        event = PolicyVersionPublished(
-            policy_version=version, artifact=artifact, transports=["store"], start_offsets=self._start_offsets(version)
-        )
+        event = PolicyVersionPublished(policy_version=version, artifact=artifact, transports=["store"], start_offsets=self._start_offsets(version))
         return self._worker.outbound("control.policy-versions", event, key=str(version))
 
     def _start_offsets(self, version: int) -> list[TopicOffset]:
@@ -138,8 +137,8 @@ class StepCommitter:
         self._writer.close()
 
 
-def trained_outcomes(shares: Sequence[StepShare], train_step: int) -> list[PromptGroupEnded]:
-    """Return the ends of the prompt groups that a step trained."""
+def trained_outcomes(shares: Sequence[StepShare], train_step: int, *, has_rewards: bool = True) -> list[PromptGroupEnded]:
+    """Return the ends of the prompt groups that a step trained, with their mean rewards where there are any."""
     rewards: dict[str, list[float]] = {}
     versions: dict[str, int] = {}
     for share in shares:
@@ -150,8 +149,6 @@ def trained_outcomes(shares: Sequence[StepShare], train_step: int) -> list[Promp
     ended = []
     for share in shares:
         for group_id in share.prompt_group_ids:
-            mean_reward = sum(rewards[group_id]) / len(rewards[group_id])
-            ended.append(
-                end_of(group_id, Outcome.TRAINED, policy_version=versions[group_id], trainer_version=train_step, mean_reward=mean_reward)
-            )
+            mean_reward = sum(rewards[group_id]) / len(rewards[group_id]) if has_rewards else None
+            ended.append(end_of(group_id, Outcome.TRAINED, policy_version=versions[group_id], trainer_version=train_step, mean_reward=mean_reward))
     return ended

@@ -14,14 +14,14 @@ from relax_events.algorithms.objective import ObjectiveInputs
 from relax_events.algorithms.step_statistics import Whitening
 from relax_events.config import AlgorithmConfig
 from relax_events.events.types import SampleReady
-from relax_events.training.packing import PackedBatch, loss_values, pack
+from relax_events.training.packing import PackedBatch, loss_values, pack, require_whole_groups
 from relax_events.training.policy_model import TokenLogprobs
 from relax_events.training.token_sets import TokenSets
 
 
 @dataclass(frozen=True, slots=True)
 class LossBatch:
-    """`values` hold `rollout`, `advantages` and, as the algorithm needs them, `old`, `ref` and `teacher`: one number for each loss token.
+    """`values` hold `advantages` and, as the algorithm needs them, `rollout`, `old`, `ref` and `teacher`: one number for each loss token.
 
     `token_sets` are there where the loss compares policy and teacher over several token ids.
     """
@@ -38,6 +38,8 @@ class LossBatch:
         Raises:
             PoisonSample: A sample can't be trained on; the text names it.
         """
+        if algorithm.needs_whole_groups:
+            require_whole_groups(samples)
         batch = pack(samples, vocab_size=vocab_size, share_rows=share_rows)
         values = {name: loss_values(samples, field) for name, field in _fields(algorithm).items()}
         sets = TokenSets.of(samples, num_ids=algorithm.distill_top_k, vocab_size=vocab_size) if algorithm.has_topk_loss else None
@@ -61,7 +63,7 @@ class LossBatch:
         return ObjectiveInputs(
             logprobs=logprobs,
             entropies=result.entropies,
-            rollout_logprobs=given["rollout"],
+            rollout_logprobs=given.get("rollout", logprobs.detach()),
             old_logprobs=given.get("old"),
             ref_logprobs=given.get("ref"),
             advantages=given["advantages"],
@@ -79,9 +81,11 @@ class LossBatch:
 
 def _fields(algorithm: AlgorithmConfig) -> dict[str, str]:
     """Name the per-token arrays of a sample that the objective needs."""
-    fields = {"rollout": "rollout_logprobs", "advantages": "advantages"}
+    fields = {"advantages": "advantages"}
+    if algorithm.has_rewards:
+        fields["rollout"] = "rollout_logprobs"
     if algorithm.old_logprobs != "trainer":
         fields["old"] = f"{algorithm.old_logprobs}_logprobs"
     if algorithm.distills:
         fields["teacher"] = "teacher_logprobs"
-    return fields | ({"ref": "ref_logprobs"} if algorithm.has_loss_kl else {})
+    return fields | ({"ref": "ref_logprobs"} if algorithm.has_reference_in_loss else {})

@@ -6,8 +6,9 @@ attention quadratic in the micro-batch; one row a sample would pad. With equal l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -79,21 +80,28 @@ def _closes(num_tokens: int, length: int, max_tokens: int) -> bool:
 class MicroBatcher:
     """Cuts a stream of samples into the micro-batches that `pack_order` gives for the whole."""
 
-    def __init__(self, *, max_tokens: int) -> None:
+    def __init__(self, *, max_tokens: int, whole_prompt_groups: bool = False) -> None:
         """Start empty.
 
         Args:
             max_tokens: Budget of a micro-batch.
+            whole_prompt_groups: Never cut between two samples of a prompt group that come one after the other.
         """
-        self._max_tokens = max_tokens
+        self._max_tokens, self._whole_prompt_groups = max_tokens, whole_prompt_groups
         self._samples: list[SampleReady] = []
         self._num_tokens = 0
 
-    def add(self, sample: SampleReady) -> list[SampleReady] | None:
-        """Take a sample; return the micro-batch that it closed, if any (the sample itself starts the next one)."""
-        length = len(plain(sample, "tokens"))
+    def feed(self, samples: Iterable[SampleReady]) -> Iterator[list[SampleReady]]:
+        """Take samples; give the micro-batches that they close. What is to stay together must come in one call."""
+        for _, together in groupby(samples, key=lambda sample: sample.prompt_group_id if self._whole_prompt_groups else sample.sample_id):
+            if (closed := self.add(*together)) is not None:
+                yield closed
+
+    def add(self, *samples: SampleReady) -> list[SampleReady] | None:
+        """Take a sample, or several that stay together; return the micro-batch that they closed, if any (they start the next one)."""
+        length = sum(len(plain(sample, "tokens")) for sample in samples)
         closed = self.flush() if _closes(self._num_tokens, length, self._max_tokens) else None
-        self._samples.append(sample)
+        self._samples += samples
         self._num_tokens += length
         return closed
 
@@ -101,6 +109,19 @@ class MicroBatcher:
         """Return what is pending as a micro-batch, or None, and start empty."""
         samples, self._samples, self._num_tokens = self._samples, [], 0
         return samples or None
+
+
+def require_whole_groups(samples: Sequence[SampleReady]) -> None:
+    """Refuse a micro-batch in which a prompt group's samples are not all there, side by side and by index.
+
+    Raises:
+        PoisonSample: The text names the first such prompt group.
+    """
+    for group_id, together in groupby(samples, key=lambda sample: sample.prompt_group_id):
+        members = list(together)
+        found, wanted = [sample.sample_index for sample in members], list(range(members[0].samples_per_prompt))
+        if found != wanted:
+            raise PoisonSample(f"prompt group {group_id} has samples {found} side by side; the loss takes all of it at once, {wanted}")
 
 
 def pack(samples: Sequence[TokenSequence], *, vocab_size: int, share_rows: bool = True, row_multiple: int = 1) -> PackedBatch:

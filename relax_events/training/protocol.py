@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from relax_events.events.types import SampleReady, SampleRolledOut
@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from relax_events.weights.manifest import Weights
 
 
+OF_ENGINE = frozenset((
+    "policy_loss", "kl_estimate", "clip_low_fraction", "clip_high_fraction", "clip_fraction", "mean_ratio", "mismatch_kl", "mismatch_mean_abs",
+    "mismatch_max_abs", "effective_sample_ratio", "correction_mean", "correction_clip_fraction", "masked_fraction",
+))  # fmt: skip
+"""Figures that compare the policy with the one that drew the samples, or say by what of it the loss differs from the policy's own."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFigures:
     """Figures of one train step over all ranks. Means are over loss tokens, save those that the algorithm's aggregation rules.
@@ -26,7 +33,7 @@ class StepFigures:
     is weighed by the ratio of the two: 1 on-policy. `correction_*` are the weights of the algorithm's correction, 1 without one, and the
     share of tokens outside its range; `masked_fraction` of the tokens carry no policy gradient because of it or of a mask. `distill_loss`
     is the divergence from the teacher in the loss, before its coefficient; `teacher_kl` estimates KL(engine's policy || teacher) from the
-    drawn tokens, and so may be a little below 0.
+    drawn tokens, and so may be a little below 0. `own` are those that the algorithm's spec names.
     """
 
     loss: float
@@ -51,10 +58,12 @@ class StepFigures:
     num_loss_tokens: int
     num_tokens: int
     num_samples: int
+    own: Mapping[str, float] = field(default_factory=dict)
 
-    def as_figures(self) -> dict[str, float]:
-        """Give the figures as TrainStepCommitted carries them."""
-        return {name: float(value) for name, value in asdict(self).items()}
+    def as_figures(self, *, of_engine: bool = True) -> dict[str, float]:
+        """Give the figures as TrainStepCommitted carries them; without `of_engine`, as where none drew the samples, only those that say something."""
+        figures = {name: float(value) for name, value in asdict(self).items() if name != "own"} | dict(self.own)
+        return figures if of_engine else {name: value for name, value in figures.items() if name not in OF_ENGINE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

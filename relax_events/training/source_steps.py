@@ -8,6 +8,7 @@ import structlog
 
 from relax_events.broker.consumer import LogReader
 from relax_events.broker.records import Record
+from relax_events.config import RunConfig
 from relax_events.errors import BrokerError, BrokerUnavailable, ConfigError, CorruptRecord, SchemaError
 from relax_events.events.codec import UnknownFingerprint
 from relax_events.events.types import Event, TrainStepCommitted
@@ -47,9 +48,11 @@ def open_batches(worker: Worker, source: SourceRun, ranks: Ranks) -> RecordedBat
     """Return the batches of a replay: as recorded, or judged anew where the run file asks for it.
 
     Raises:
-        ConfigError: The scores that the run file names are not there, or the teacher's log-probabilities.
+        ConfigError: The scores that the run file names are not there, or the teacher's log-probabilities, or the samples are not what the
+            algorithm learns from.
     """
     config = worker.config
+    require_alike(source.config, config)
     require_teacher_of(source.config.algorithm, config.algorithm, run_id=source.config.run.id)
     judge, max_new_tokens = None, config.engine.sampling.max_new_tokens
     if config.source.scores:
@@ -57,6 +60,18 @@ def open_batches(worker: Worker, source: SourceRun, ranks: Ranks) -> RecordedBat
     elif needs_advantages(source.config.algorithm, config.algorithm):
         judge = Rejudging(config.algorithm, max_new_tokens=max_new_tokens)
     return RecordedBatches(worker, ranks, decode=SourceDecoder(source).sample, judge=judge)
+
+
+def require_alike(source: RunConfig, config: RunConfig) -> None:
+    """Refuse a replay by an algorithm that learns from something else than the source recorded; what was generated may be learnt as an answer.
+
+    Raises:
+        ConfigError: The text names both.
+    """
+    recorded, wanted = source.algorithm, config.algorithm
+    if (recorded.learns_from, wanted.learns_from) != ("rewards", "answers") and recorded.learns_from != wanted.learns_from:
+        why = f"algorithm {wanted.name} learns from {wanted.learns_from}, and run {source.run.id} recorded {recorded.learns_from}"
+        raise ConfigError(f"the rollouts can't be replayed: {why}; set algorithm.name to {recorded.name}")
 
 
 def _rewards(worker: Worker, source: SourceRun) -> dict[str, float]:

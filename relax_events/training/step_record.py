@@ -71,8 +71,8 @@ class StepLayout:
     figures: dict[str, float]
 
     @classmethod
-    def of(cls, shares: Sequence[StepShare]) -> StepLayout:
-        """Put shares together, in rank order."""
+    def of(cls, shares: Sequence[StepShare], *, has_rewards: bool = True) -> StepLayout:
+        """Put shares together, in rank order; samples that nobody rewarded give no figures of rewards."""
         rewards = np.array([reward for share in shares for reward in share.rewards], np.float64)
         lengths = [length for share in shares for length in share.completion_lengths]
         staleness = np.array([value for share in shares for value in share.staleness], np.int64)
@@ -86,8 +86,7 @@ class StepLayout:
             consumed=[offset for share in shares for offset in share.consumed],
             staleness_counts=np.bincount(staleness).tolist(),
             figures={
-                "reward_mean": float(rewards.mean()),
-                "reward_std": float(rewards.std()),
+                **({"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())} if has_rewards else {}),
                 "staleness_mean": float(staleness.mean()),
                 "completion_tokens_mean": float(np.mean(lengths)),
                 "completion_tokens_max": float(max(lengths)),

@@ -49,19 +49,21 @@ NUM_DEVICE_SUMS = 16
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchSums:
-    """What one micro-batch adds: device sums, the largest mismatch, and the sum of all gradients so far, not yet looked at."""
+    """What one micro-batch adds, not yet looked at."""
 
     device: Float[Tensor, " sums"]
+    """The sums of Totals, the largest mismatch, the sums of the algorithm's own figures, the sum of all gradients."""
     counts: tuple[int, int, int, int]
     sample_ids: list[str]
 
 
-def sum_micro_batch(tokens: TokenLosses, inputs: ObjectiveInputs) -> Float[Tensor, " sums"]:
-    """Sum a micro-batch's per-token figures in float64, in the order of Totals, then the largest mismatch.
+def sum_micro_batch(tokens: TokenLosses, inputs: ObjectiveInputs, *, figures: Sequence[str] = ()) -> Float[Tensor, " sums"]:
+    """Sum a micro-batch's per-token figures in float64, in the order of Totals, then the largest mismatch, then `figures`.
 
     Args:
         tokens: What the objective gave.
         inputs: What it was given.
+        figures: Names of the algorithm's own.
     """
     surrogate, weights = tokens.surrogate, tokens.token_weights
     difference = (inputs.logprobs - inputs.rollout_logprobs).detach()
@@ -86,30 +88,39 @@ def sum_micro_batch(tokens: TokenLosses, inputs: ObjectiveInputs) -> Float[Tenso
     ]
     sums = torch.stack([row.detach().double().sum() for row in rows])
     largest = difference.abs().double().max() if len(difference) else sums.new_zeros(())
-    return torch.cat([sums, largest[None]])
+    own = [(weights * surrogate.figures[name]).detach().double().sum() for name in figures]
+    return torch.stack([*sums, largest, *own])
 
 
-def gather_totals(micro_batches: Sequence[MicroBatchSums], *, ranks: Ranks, step: int) -> tuple[Totals, float]:
+def gather_totals(
+    micro_batches: Sequence[MicroBatchSums], *, ranks: Ranks, step: int, figures: Sequence[str] = ()
+) -> tuple[Totals, float, dict[str, float]]:
     """Add up a step over micro-batches and ranks; collective.
 
     Args:
         micro_batches: Of this rank, in order.
         ranks: All of them.
         step: Named in errors.
+        figures: Names of the algorithm's own.
     Returns:
-        The step's sums, and the largest mismatch.
+        The step's sums, the largest mismatch, and the sums of the algorithm's own figures, weighted as the loss is.
     Raises:
         RunFailed: A loss or gradient is not finite, on any rank; raised on all, naming the samples of the first micro-batch that shows it.
     """
-    device = torch.stack([item.device for item in micro_batches]).cpu().numpy() if micro_batches else np.zeros((0, NUM_DEVICE_SUMS + 2))
+    device = (
+        torch.stack([item.device for item in micro_batches]).cpu().numpy() if micro_batches else np.zeros((0, NUM_DEVICE_SUMS + 2 + len(figures)))
+    )
     counts = np.array([item.counts for item in micro_batches], np.float64).reshape(-1, len(fields(Totals)) - NUM_DEVICE_SUMS)
     broken = np.flatnonzero(~np.isfinite(device).all(axis=1))
-    sums = np.concatenate([device[:, :NUM_DEVICE_SUMS].sum(axis=0), counts.sum(axis=0)])
+    own = device[:, NUM_DEVICE_SUMS + 1 : -1].sum(axis=0)
+    sums = np.concatenate([device[:, :NUM_DEVICE_SUMS].sum(axis=0), counts.sum(axis=0), own])
     row = np.array([len(broken), device[:, NUM_DEVICE_SUMS].max(initial=0.0), *sums])
     rows = ranks.all_gather(row)
     if rows[:, 0].any():
         _fail(micro_batches[broken[0]] if len(broken) else None, ranks=ranks, step=step)
-    return Totals(*rows[:, 2:].sum(axis=0).tolist()), float(rows[:, 1].max())
+    totals = rows[:, 2:].sum(axis=0).tolist()
+    num_totals = len(totals) - len(figures)
+    return Totals(*totals[:num_totals]), float(rows[:, 1].max()), dict(zip(figures, totals[num_totals:], strict=True))
 
 
 def _fail(broken: MicroBatchSums | None, *, ranks: Ranks, step: int) -> None:

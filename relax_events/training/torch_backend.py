@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -102,13 +102,14 @@ class TorchBackend:
         inputs = loss_batch.objective_inputs(result, cutoff=cutoff)
         tokens = self._objective(inputs)
         (tokens.token_weights * tokens.losses).sum().backward()
-        return sum_micro_batch(tokens, inputs)
+        return sum_micro_batch(tokens, inputs, figures=self._config.algorithm.spec.figures)
 
     def step(self) -> StepFigures:
         """Reduce, normalise, clip, update; see `TrainerBackend`."""
         try:
             self._train_held()
-            totals, mismatch_max = gather_totals(self._micro_batches, ranks=self._ranks, step=self.policy_version)
+            figures = self._config.algorithm.spec.figures
+            totals, mismatch_max, own = gather_totals(self._micro_batches, ranks=self._ranks, step=self.policy_version, figures=figures)
             grad_norm = self._reduced_grad_norm(totals)
         except RunFailed:
             self._drop_accumulated()
@@ -117,7 +118,8 @@ class TorchBackend:
         self._flat.update(learning_rate=learning_rate, gradient_scale=min(1.0, self._config.trainer.max_grad_norm / (grad_norm + 1e-6)))
         self._micro_batches = []
         self.policy_version += 1
-        return _figures(totals, mismatch_max=mismatch_max, grad_norm=grad_norm, learning_rate=learning_rate)
+        own = {name: value / totals.num_units for name, value in own.items()}
+        return _figures(totals, mismatch_max=mismatch_max, grad_norm=grad_norm, learning_rate=learning_rate, own=own)
 
     def _reduced_grad_norm(self, totals: Totals) -> float:
         if not totals.num_loss_tokens:
@@ -212,7 +214,7 @@ def make_deterministic(device: torch.device, *, threads: int) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set through a module class
 
 
-def _figures(totals: Totals, *, mismatch_max: float, grad_norm: float, learning_rate: float) -> StepFigures:
+def _figures(totals: Totals, *, mismatch_max: float, grad_norm: float, learning_rate: float, own: Mapping[str, float]) -> StepFigures:
     units, tokens = totals.num_units, totals.num_loss_tokens
     return StepFigures(
         loss=totals.loss / units,
@@ -237,4 +239,5 @@ def _figures(totals: Totals, *, mismatch_max: float, grad_norm: float, learning_
         num_loss_tokens=int(tokens),
         num_tokens=int(totals.num_tokens),
         num_samples=int(totals.num_samples),
+        own=own,
     )

@@ -43,6 +43,20 @@ class WeightsTransport(Protocol):
         ...
 
 
+class VersionsOnly:
+    """Follows versions without their tensors, for an engine that holds none."""
+
+    name = "none"
+
+    def publish(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> tuple[ObjectRef, bytes]:
+        """Refuse: there is nothing by which tensors could travel."""
+        raise WeightsError(f"policy version {policy_version} with {len(tensors)} tensors can't be published without a transport; use another one")
+
+    def fetch(self, published: PolicyVersionPublished) -> Weights:
+        """Give the version, without a tensor and at no cost."""
+        return Weights(published.policy_version, {}, published.artifact.digest)
+
+
 class StoreTransport:
     """Tensors by the object store: the default, and how a late joiner or an engine in another cluster catches up."""
 

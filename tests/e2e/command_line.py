@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from relax_events.config import RunConfig
+from relax_events.pipeline.failpoints import VARIABLE
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,10 @@ def spread(completion, *, answer, metadata, prompt):
 """
 
 
-def call_relax(*arguments: str | Path, cwd: Path, timeout_seconds: float = 60.0) -> Finished:
-    """Run `relax` in a folder, as a shell would."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RELAX_")} | {"OMP_NUM_THREADS": "1"}
+def call_relax(*arguments: str | Path, cwd: Path, timeout_seconds: float = 60.0, failpoints: str = "") -> Finished:
+    """Run `relax` in a folder, as a shell would; its workers die at the crash points that are armed."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RELAX_")}
+    environment |= {"OMP_NUM_THREADS": "1", VARIABLE: failpoints}
     command = [sys.executable, "-m", "relax_events.cli", *map(str, arguments)]
     ended = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_seconds, check=False)
     return Finished(ended.returncode, ended.stdout, ended.stderr)

@@ -133,7 +133,7 @@ class HashingBackend:
     def step(self) -> StepFigures:
         self._digest = zlib.crc32(" ".join(self._names).encode(), self._digest)
         self.policy_version, self._names = self.policy_version + 1, []
-        return StepFigures(**dict.fromkeys(StepFigures.__dataclass_fields__, 0))
+        return StepFigures(**dict.fromkeys(StepFigures.__dataclass_fields__, 0) | {"own": {}})
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {"digest": torch.tensor([self.policy_version, self._digest])}

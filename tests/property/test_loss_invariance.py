@@ -22,7 +22,7 @@ from relax_events.training.whole_step import step_cutoff, step_whitening
 from tests.unit.trainer_samples import make_samples, run_config
 
 SAMPLES = make_samples(8, seed=9)
-NAMES = [spec.name for spec in installed_algorithms()]
+NAMES = [spec.name for spec in installed_algorithms() if spec.learns_from == "rewards"]
 AGGREGATIONS = ["token_mean", "sample_mean", "constant_length"]
 CORRECTIONS = {
     "plain": {},

@@ -114,7 +114,7 @@ def test_every_installed_algorithm_is_whole() -> None:
             "distill_placement = 'advantage' takes the reverse KL of the sampled tokens, got jsd of sampled; set distill_placement = 'loss'",
         ),
         ({"distill_mixture": 1.5}, "less than or equal to 1"),
-        ({"name": "gpro"}, "algorithm.name = 'gpro' is not installed; installed are cispo, dapo, dr_grpo, gdpo, grpo,"),
+        ({"name": "gpro"}, "algorithm.name = 'gpro' is not installed; installed are cispo, dapo, dpo, dr_grpo, gdpo, grpo,"),
         ({"clip_lo": 0.1}, "Extra inputs are not permitted"),
         ({"name": "nowhere/mine.py:MINE"}, "file nowhere/mine.py does not exist"),
         ({"name": 7}, "should be a valid string"),

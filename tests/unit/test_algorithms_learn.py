@@ -41,7 +41,7 @@ def judged(draws: np.ndarray, logprobs: np.ndarray, judge: Judge) -> np.ndarray:
 
 
 @pytest.mark.parametrize("settings", [{}, CORRECTED, {"kl_coefficient": 0.01}], ids=["alone", "corrected", "with kl"])
-@pytest.mark.parametrize("name", [spec.name for spec in installed_algorithms()])
+@pytest.mark.parametrize("name", [spec.name for spec in installed_algorithms() if spec.learns_from == "rewards"])
 def test_policy_comes_to_choose_what_is_rewarded(name: str, settings: dict[str, Any]) -> None:
     algorithm = AlgorithmConfig.model_validate({"name": name} | settings)
     judge, objective = Judge(algorithm, max_new_tokens=8), Objective(algorithm, max_new_tokens=8)

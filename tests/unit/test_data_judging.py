@@ -52,6 +52,14 @@ def test_length_judge_counts_tokens(text: str, verdict: Verdict) -> None:
     assert judge(row_of(text), mean_rewards=(), train_step=0) == verdict
 
 
+@pytest.mark.parametrize(("answer", "verdict"), [("abc", 0.0), ("abcd", "answer_too_long"), ("", "answer_refused")])
+def test_length_judge_counts_the_answer_with_its_stop_token(answer: str, verdict: Verdict) -> None:
+    renderer = PromptRenderer(train_tokenizer(["x"], vocab_size=256), DataConfig(source="jsonl:x", chat_template=False))
+    judge = LengthJudge(renderer, min_tokens=0, max_tokens=0, max_sample_tokens=6)
+    row = PromptRow([ChatMessage.of_text("user", "ab")], answer)
+    assert judge(row, mean_rewards=(), train_step=0) == verdict
+
+
 def test_length_judge_passes_over_what_the_template_refuses() -> None:
     tokenizer = train_tokenizer(["x"])
     tokenizer.chat_template = "{{ raise_exception('no') }}"

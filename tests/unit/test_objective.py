@@ -15,7 +15,7 @@ from relax_events.algorithms.objective import Objective, ObjectiveInputs
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import ConfigError
 
-NAMES = [spec.name for spec in installed_algorithms()]
+NAMES = [spec.name for spec in installed_algorithms() if spec.learns_from == "rewards"]
 LENGTHS = [3, 0, 1, 5, 2]
 RNG = np.random.default_rng(5)
 FIELDS = {name: RNG.uniform(-2.0, -0.1, sum(LENGTHS)) for name in ("logprobs", "rollout", "actor", "ref")}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from relax_events.errors import PoisonSample
 from relax_events.events.types import ObjectRef, StoredArray
-from relax_events.training.packing import MicroBatcher, loss_values, pack, pack_order
+from relax_events.training.packing import MicroBatcher, loss_values, pack, pack_order, require_whole_groups
 from tests.unit.trainer_samples import make_samples
 
 LENGTHS = st.lists(st.integers(1, 30), max_size=40)
@@ -42,6 +42,34 @@ def test_micro_batcher_cuts_like_pack_order(seed, max_tokens):
     stream += [batch] if (batch := batcher.flush()) else []
     whole = [samples[part] for part in pack_order([len(sample.tokens) for sample in samples], max_tokens=max_tokens)]
     assert [[sample.sample_id for sample in batch] for batch in stream] == [[sample.sample_id for sample in batch] for batch in whole]
+
+
+@given(seed=st.integers(0, 100), max_tokens=st.integers(1, 80))
+def test_micro_batcher_keeps_prompt_groups_whole_within_the_budget(seed, max_tokens):
+    samples = SAMPLES[: 2 * (seed % 12)]
+    batcher = MicroBatcher(max_tokens=max_tokens, whole_prompt_groups=True)
+    batches = [*batcher.feed(iter(samples)), *([batch] if (batch := batcher.flush()) else [])]
+    assert [sample for batch in batches for sample in batch] == samples
+    for batch in batches:
+        require_whole_groups(batch)
+        assert sum(len(sample.tokens) for sample in batch) <= max_tokens or len(batch) == 2
+    for batch, following in pairwise(batches):
+        assert sum(len(sample.tokens) for sample in [*batch, *following[:2]]) > max_tokens
+
+
+@pytest.mark.parametrize(
+    ("places", "text"),
+    [
+        ([0, 2], "prompt group g0 has samples \\[0\\] side by side"),
+        ([1, 0], "prompt group g0 has samples \\[1, 0\\] side by side"),
+        ([0, 1, 3, 2], "prompt group g1 has samples \\[1, 0\\]"),
+        ([0, 2, 1, 3], "prompt group g0 has samples \\[0\\]"),
+        ([0, 1, 2], "prompt group g1 has samples \\[0\\]"),
+    ],
+)
+def test_prompt_group_that_is_not_whole_is_refused(places, text):
+    with pytest.raises(PoisonSample, match=text):
+        require_whole_groups([SAMPLES[place] for place in places])
 
 
 def test_micro_batcher_flush_gives_none_when_empty():

@@ -50,6 +50,15 @@ def test_figures_give_rates_and_remaining_time_from_commit_to_commit() -> None:
     assert figures.remaining_seconds == pytest.approx(8.0)  # four steps of two seconds each
 
 
+def test_figures_of_learning_are_those_that_the_step_has() -> None:
+    state = state_of(1.0)
+    assert list(figures_of(state).learning) == ["reward", "loss", "kl"]
+    for name in ("reward_mean", "kl_estimate"):
+        del state.steps[0].figures[name]
+    assert figures_of(state).learning == {"loss": 0.25}
+    assert list(figures_of(state_of()).learning) == ["reward", "loss", "kl"]
+
+
 def test_figures_leave_out_earlier_sessions_when_a_run_is_taken_up_again() -> None:
     state = state_of(-5000.0, -4999.0, 1.0, 3.0, since=10_000.0)
     figures = figures_of(state, since=10_000.0, num_steps=5)

@@ -108,6 +108,19 @@ def test_report_holds_the_figures_of_the_run() -> None:
     assert report["machine"]["cores"] >= 1
 
 
+def test_report_shows_the_loss_of_a_run_that_rewards_nothing() -> None:
+    state, ledger = books(3)
+    for index, step in enumerate(state.steps):
+        del step.figures["reward_mean"]
+        step.figures.update(loss=3.0 - index, preference_accuracy=0.5)
+    report = built(state, ledger)
+    assert (report["reward_first"], report["reward_last_10"], state.reward) == (None, None, None)
+    text = " ".join(Page(report_page(report)).words)
+    assert "Preferences" in text
+    assert "reward, 10 steps" not in text
+    assert "Reward" not in text
+
+
 def test_report_counts_time_from_commit_to_commit() -> None:
     report = built(*books(12))
     assert report["curves"]["step_seconds"] == [0.5, *[2.0] * 11]

@@ -53,6 +53,13 @@ def test_layout_holds_the_shares_in_rank_order(shares: list[StepShare]) -> None:
     assert (layout.figures["completion_tokens_mean"], layout.figures["completion_tokens_max"]) == (2.0, 2.0)
 
 
+def test_layout_has_no_figures_of_rewards_where_nothing_is_rewarded(shares: list[StepShare]) -> None:
+    figures = StepLayout.of(shares, has_rewards=False).figures
+    assert not [name for name in figures if name.startswith("reward")]
+    assert figures["staleness_mean"] == 1.0
+    assert {end.mean_reward for end in trained_outcomes(shares, 3, has_rewards=False)} == {None}
+
+
 def test_layout_stands_when_a_rank_trained_nothing(shares: list[StepShare]) -> None:
     assert StepLayout.of([shares[0], StepShare(1)]).ranks.tolist() == [0, 0, 0]
 

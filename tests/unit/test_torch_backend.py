@@ -430,4 +430,8 @@ def test_figures_carry_every_field():
     mine = backend()
     mine.accumulate(SAMPLES)
     figures = mine.step()
-    assert figures.as_figures() == {name: float(value) for name, value in dataclasses.asdict(figures).items()}
+    fields = dataclasses.asdict(figures)
+    assert fields.pop("own") == {}
+    assert figures.as_figures() == {name: float(value) for name, value in fields.items()}
+    own = dataclasses.replace(figures, own={"margin": 0.5}).as_figures(of_engine=False)
+    assert set(own) == {"loss", "entropy", "grad_norm", "learning_rate", "num_loss_tokens", "num_tokens", "num_samples", "margin"}

@@ -29,14 +29,19 @@ def tiny_model() -> Path:
 
 
 def run_config(
-    path: Path | None = None, *, algorithm: dict[str, Any] | None = None, trainer: dict[str, Any] | None = None, dtype: str = "float32"
+    path: Path | None = None,
+    *,
+    algorithm: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+    dtype: str = "float32",
 ) -> RunConfig:
     """Make a config of a run on the CPU."""
     return RunConfig.model_validate(
         {
             "run": {"id": "test"},
             "model": {"path": path or tiny_model(), "device": "cpu", "dtype": dtype},
-            "data": {"source": "jsonl:unused"},
+            "data": {"source": "jsonl:unused"} | (data or {}),
             "algorithm": algorithm or {},
             "teacher": {"model_path": tiny_model()},
             "trainer": {"learning_rate": 1e-2} | (trainer or {}),

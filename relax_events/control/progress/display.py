@@ -170,7 +170,7 @@ def progress_line(figures: ProgressFigures, workers: list[WorkerRow]) -> str:
     """Write a run's progress in one line; workers are named when one is not well."""
     parts = [f"step {figures.step}/{figures.num_steps}"]
     if figures.step:
-        parts += [f"reward {_figure(figures.reward)}", f"loss {_figure(figures.loss)}", f"kl {_figure(figures.kl_estimate)}"]
+        parts += [f"{name} {_figure(value)}" for name, value in figures.learning.items()]
         parts.append(f"staleness {_figure(figures.staleness_mean)} max {_figure(figures.staleness_max)}")
         parts.append(f"tokens/s {'-' if figures.tokens_per_second is None else round(figures.tokens_per_second)}")
     else:

@@ -40,6 +40,12 @@ class ProgressFigures:
     outcomes: Mapping[str, int]
     num_lagging: int
 
+    @property
+    def learning(self) -> Mapping[str, float | None]:
+        """Reward, loss and KL by name, but for those that the newest step does not have."""
+        named = {"reward": self.reward, "loss": self.loss, "kl": self.kl_estimate}
+        return {name: value for name, value in named.items() if value is not None or not self.step}
+
     @classmethod
     def of(cls, config: RunConfig, state: RunState, *, lag: Mapping[str, Mapping[int, int]], since_micros: int) -> ProgressFigures:
         """Work out the figures.

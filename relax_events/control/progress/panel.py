@@ -107,7 +107,8 @@ def fit(workers: Sequence[WorkerRow], room: int) -> tuple[Sequence[WorkerRow], i
 
 def reward_line(figures: ProgressFigures) -> Text:
     """Return the newest step's figures of learning."""
-    return Text.assemble("reward ", (decimal(figures.reward), "bold"), f"  loss {decimal(figures.loss)}  kl {decimal(figures.kl_estimate)}")
+    styles = {"reward": "bold"}
+    return Text("  ").join(Text.assemble(f"{name} ", (decimal(value), styles.get(name, ""))) for name, value in figures.learning.items())
 
 
 def pace_line(figures: ProgressFigures) -> Text:

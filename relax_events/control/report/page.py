@@ -15,6 +15,8 @@ from relax_events.control.report.scales import short_number
 CURVES = {  # figure -> title, definition
     "reward_mean": ("Reward", "mean over the step's samples; strong: moving mean"),
     "loss": ("Loss", "of the whole step, as it was differentiated"),
+    "preference_accuracy": ("Preferences", "share of the pairs whose chosen answer the policy takes to be worth more"),
+    "reward_margin": ("Margin", "of the rewards that the policy implies, chosen less rejected, mean over pairs"),
     "kl_estimate": ("KL", "estimate against the reference policy, nats per token"),
     "teacher_kl": ("Distance to the teacher", "reverse KL of the engine's policy, estimated from the drawn tokens, nats per token"),
     "distill_loss": ("Distillation", "divergence from the teacher in the loss, before its coefficient"),
@@ -63,8 +65,7 @@ def tiles(report: Mapping[str, Any]) -> str:
     passed_over = report["prompts_passed_over"]
     reasons = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in passed_over.items()) or "no filter took any"
     shown = [
-        ("reward", f"{number(report['reward_first'], 3)} &rarr; {number(report['reward_last'], 3)}", "first step, last step"),
-        ("reward, 10 steps", f"{number(report['reward_first_10'], 3)} &rarr; {number(report['reward_last_10'], 3)}", "first ten, last ten"),
+        *learning_tiles(report),
         ("train steps", f"{report['steps']:,} of {report['num_steps']:,}", f"policy version {report['policy_version']}"),
         ("wall time", duration(report["wall_seconds"]), f"{duration(report['train_seconds'])} of it in train steps"),
         ("tokens per second", number(report["tokens_per_second"]), f"{number(report['samples_per_second'])} samples per second"),
@@ -76,6 +77,17 @@ def tiles(report: Mapping[str, Any]) -> str:
         ("staleness", number(report["staleness_mean"], 3), f"max {report['staleness_max']}, bound {report['max_staleness']} versions"),
     ]
     return '<dl class="tiles">' + "".join(f"<div><dt>{name}</dt><dd>{value}<small>{text}</small></dd></div>" for name, value, text in shown) + "</dl>"
+
+
+def learning_tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Say what the run came to: by its rewards, or by its loss where nothing was rewarded."""
+    losses = report["curves"].get("loss")
+    if report["reward_first"] is None and losses:
+        return [("loss", f"{number(losses[0], 3)} &rarr; {number(losses[-1], 3)}", "first step, last step")]
+    return [
+        ("reward", f"{number(report['reward_first'], 3)} &rarr; {number(report['reward_last'], 3)}", "first step, last step"),
+        ("reward, 10 steps", f"{number(report['reward_first_10'], 3)} &rarr; {number(report['reward_last_10'], 3)}", "first ten, last ten"),
+    ]
 
 
 def ledger(report: Mapping[str, Any]) -> str:
@@ -95,7 +107,8 @@ def charts(report: Mapping[str, Any]) -> str:
     drawn = [
         line_chart(title, text, steps, curves[name], smooth=name in SMOOTHED, beside=source["curves"].get(name), beside_name=source["run_id"])
         for name, (title, text) in CURVES.items()
-        if name in curves and (name not in OF_A_TEACHER or any(curves[name]))
+        if (any(value is not None for value in curves.get(name, ())) or (name in curves and not steps))
+        and (name not in OF_A_TEACHER or any(curves[name]))
     ]
     ages = {str(age): count for age, count in enumerate(report["staleness_counts"])}
     drawn.append(bar_chart("Staleness of all samples", "trained samples by how many versions they were behind", ages, axis="policy versions behind"))

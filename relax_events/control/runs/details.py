@@ -20,7 +20,10 @@ from relax_events.events.types import CheckpointRef, PromptGroupEnded, TrainStep
 from relax_events.objects import ObjectStore
 from relax_events.topics import TopicPlan
 
-FIGURES = ("reward_mean", "loss", "policy_loss", "kl_estimate", "entropy", "grad_norm", "clip_fraction", "staleness_mean", "completion_tokens_mean")
+FIGURES = (
+    "reward_mean", "loss", "policy_loss", "kl_estimate", "entropy", "grad_norm", "clip_fraction", "staleness_mean", "completion_tokens_mean",
+    "preference_accuracy", "reward_margin",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +173,7 @@ def highlights(config: RunConfig) -> dict[str, Any]:
     return {
         "model": str(config.model.path),
         "data": ", ".join(part.source for part in config.data.parts),
-        "reward": config.reward.function,
+        "reward": config.reward.function if config.algorithm.has_rewards else "none",
         "steps": f"{config.first_version} to {config.last_version}, {run.groups_per_step} prompt groups of {run.samples_per_prompt}",
         "mode": f"{run.mode}, max_staleness {run.max_staleness}, seed {run.seed}",
         "algorithm": f"{algorithm.name}, {algorithm.aggregation}, kl {algorithm.kl_coefficient:g}",

@@ -25,7 +25,8 @@ def role_inputs(config: RunConfig) -> dict[str, list[str]]:
     roles = config.roles()
     samples = {role: ["rollout.samples"] for role in ("reward", *EVALUATOR_TOPICS) if role in roles}
     evaluated = [entity for role, entity in EVALUATOR_TOPICS.items() if role in roles]
-    inputs = samples | {"advantage": ["rollout.samples", "reward.scores", *evaluated], "trainer": ["advantage.samples"]}
+    scores = ["reward.scores"] if "reward" in roles else []
+    inputs = samples | {"advantage": ["rollout.samples", *scores, *evaluated], "trainer": ["advantage.samples"]}
     if config.broker.lease == "consumer_group":
         inputs["rollout"] = ["prompt.groups"]
     return {role: entities for role, entities in inputs.items() if role in roles}

@@ -1,0 +1,77 @@
+"""The engine that hands out what the data bring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relax_events.config import EngineConfig, ModelConfig, SamplingConfig
+from relax_events.engines.dataset import DatasetEngine
+from relax_events.engines.protocol import Engine, GenerationRequest, SampleRequest
+from relax_events.errors import PoisonSample
+from relax_events.events.types import FinishReason, ObjectRef, PolicyVersionPublished, VersionSegment
+from relax_events.weights.transport import VersionsOnly
+
+
+def engine() -> DatasetEngine:
+    return DatasetEngine(Path("nowhere"), config=EngineConfig(max_context_tokens=6), model=ModelConfig(path=Path("nowhere")))
+
+
+def request(*lengths: int, group: str = "g", version: int = 0) -> GenerationRequest:
+    """Ask for answers of so many tokens, after a prompt of two."""
+    samples = tuple(
+        SampleRequest(
+            sample_id=f"{group}/{index}",
+            seed=index,
+            tokens=np.arange(length, dtype=np.int32) + 10 * index,
+            logprobs=np.zeros(length, np.float32),
+            segments=(VersionSegment(version, length),),
+        )
+        for index, length in enumerate(lengths)
+    )
+    return GenerationRequest(
+        prompt_group_id=group, prompt_tokens=np.array([1, 2], np.int32), samples=samples, sampling=SamplingConfig(), stop_token_ids=(9,)
+    )
+
+
+def test_engine_hands_out_each_answer_once_as_it_came() -> None:
+    used: Engine = engine()
+    used.submit(request(4, 1))
+    used.submit(request(2, group="h"))
+    assert used.num_running == 3
+    first, second, third = used.poll(timeout_seconds=0)
+    assert [sample.sample_id for sample in (first, second, third)] == ["g/0", "g/1", "h/0"]
+    assert (first.tokens.tolist(), second.tokens.tolist()) == ([0, 1, 2, 3], [10])
+    assert (first.logprobs.tolist(), first.segments, first.finish_reason) == ([0] * 4, (VersionSegment(0, 4),), FinishReason.STOP)
+    assert (used.num_running, used.poll(timeout_seconds=0)) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "text"),
+    [
+        ((1, 5), "sample g/1: prompt and answer have 7 tokens; raise engine.max_context_tokens = 6 or drop the row"),
+        ((1, 0), "sample g/1: engine 'dataset' needs a prompt and an answer"),
+    ],
+)
+def test_engine_refuses_a_prompt_group_whole(lengths: tuple[int, ...], text: str) -> None:
+    used = engine()
+    with pytest.raises(PoisonSample, match=text):
+        used.submit(request(*lengths))
+    assert used.num_running == 0
+
+
+def test_engine_gives_back_what_is_taken_out() -> None:
+    used = engine()
+    used.submit(request(1, 2, 3))
+    assert [sample.finish_reason for sample in used.abort(["g/1", "x"])] == [FinishReason.ABORT]
+    assert [sample.sample_id for sample in used.abort()] == ["g/0", "g/2"]
+    assert used.num_running == 0
+
+
+def test_engine_serves_the_version_that_was_announced_without_its_tensors() -> None:
+    used, artifact = engine(), ObjectRef("file:///nowhere", b"d", 1)
+    published = PolicyVersionPublished(policy_version=7, artifact=artifact, transports=[], start_offsets=[])
+    used.load_weights(VersionsOnly().fetch(published))
+    assert used.policy_version == 7
