@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+RUN_SECONDS = 900.0
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def python(name: str = "bench") -> Path:
@@ -30,3 +34,31 @@ def python(name: str = "bench") -> Path:
         subprocess.run([made, "-m", *install], check=True, timeout=900)
         shutil.copyfile(requirements, stamp)
     return made
+
+
+def run(name: str, *arguments: str, settings: Mapping[str, str] | None = None) -> str:
+    """Run that interpreter in the project's folder, and return what it printed.
+
+    Args:
+        name: Of the environment.
+        arguments: For the interpreter.
+        settings: Environment variables besides this process's own.
+    Raises:
+        CalledProcessError: It failed; what it said stands above.
+        TimeoutExpired: It took longer than a quarter of an hour.
+    """
+    variables = os.environ | OFFLINE | (settings or {})
+    command = [python(name), *arguments]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=RUN_SECONDS, cwd=ROOT, env=variables).stdout
+
+
+def pinned(name: str, package: str) -> str:
+    """Return the version of a package that an environment's requirements pin.
+
+    Raises:
+        ValueError: They don't name it.
+    """
+    for line in (ROOT / "requirements" / f"{name}.txt").read_text().splitlines():
+        if line.startswith(f"{package}=="):
+            return line.split()[0].removeprefix(f"{package}==")
+    raise ValueError(f"requirements/{name}.txt does not pin {package}; run make lock")

@@ -1,6 +1,7 @@
 """Log-probabilities of many tokens over a large vocabulary: time and peak memory of one way, in a process of its own.
 
-`python -m benchmarks.head_memory MODEL SIDE NUM_TOKENS`, in TRL's environment; prints JSON.
+`python -m benchmarks.head_memory MODEL` makes the model that `python -m benchmarks.head_memory MODEL SIDE NUM_TOKENS` measures; in TRL's
+environment. The latter prints JSON.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ class Row:
     temperature: float = 1.0
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, *, vocab_size: int = VOCAB_SIZE) -> Path:
     """Write a model of one small layer and a large head."""
     heads = HIDDEN_SIZE // 16
     config = AutoConfig.for_model(
         "qwen3",
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=HIDDEN_SIZE,
         intermediate_size=HIDDEN_SIZE,
         num_hidden_layers=1,
@@ -58,10 +59,10 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def token_rows(num_tokens: int) -> NDArray[np.int32]:
+def token_rows(num_tokens: int, *, vocab_size: int = VOCAB_SIZE) -> NDArray[np.int32]:
     """Draw rows with so many trained tokens in all, and one before them each."""
     rows = max(1, num_tokens // ROW_TOKENS)
-    drawn: NDArray[np.int32] = np.random.default_rng(0).integers(0, VOCAB_SIZE, (rows, num_tokens // rows + 1)).astype(np.int32)
+    drawn: NDArray[np.int32] = np.random.default_rng(0).integers(0, vocab_size, (rows, num_tokens // rows + 1)).astype(np.int32)
     return drawn
 
 
@@ -69,7 +70,7 @@ def ours(model: PolicyModel, tokens: NDArray[np.int32]) -> Tensor:
     """As the trainer does, with entropies."""
     mask = np.ones(tokens.shape[1], np.uint8)
     mask[0] = 0
-    batch = pack([Row(str(number), row, mask) for number, row in enumerate(tokens)], vocab_size=VOCAB_SIZE)
+    batch = pack([Row(str(number), row, mask) for number, row in enumerate(tokens)], vocab_size=model.vocab_size)
     return model.token_logprobs(batch).logprobs
 
 
@@ -132,4 +133,7 @@ def measure(folder: Path, side: str, num_tokens: int) -> dict[str, dict[str, flo
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))))
+    if sys.argv[2:]:
+        print(json.dumps(measure(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))))
+    else:
+        make_model(Path(sys.argv[1]))

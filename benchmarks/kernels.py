@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,46 +15,32 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environment, report
-from benchmarks.trl import OFFLINE, trl_version
 
 NUM_TOKENS = (1024, 4096)
 NUM_ROUNDS = 3
-CHILD_SECONDS = 900.0
 VOCAB_SIZE = 151_936
 FULL = "full log-softmax"
 SIDES = (FULL, "TRL", "ours")
-MAKE_MODEL = "import sys; from pathlib import Path; from benchmarks.head_memory import make_model; make_model(Path(sys.argv[1]))"
 QUESTION = """\
-Losses: forward and backward of the tokens of 256 samples on one thread, with all that either trainer reports of them; ours packed, TRL {version}'s own
-`GRPOTrainer.compute_loss` on the same numbers padded to the longest sample, once with samples of equal length, so that there is no padding, and once
-with lengths that have a tail. How far loss and gradient lie apart, measured by the largest, says that both compute the same. Advantages: 100,000 prompt groups of 8 samples; TRL has no function for them, so beside ours stand plain torch operations.
+Losses: forward and backward of the tokens of 256 samples on one thread, with all that either trainer reports of them; ours packed, TRL {version}'s
+own `GRPOTrainer.compute_loss` on the same numbers padded to the longest sample: once with samples of equal length, so that there is no padding, and
+once with lengths that have a tail. How far loss and gradient lie apart, measured by the largest, says that both compute the same. Advantages:
+100,000 prompt groups of 8 samples; TRL has no function for them, so beside ours stand plain torch operations.
 
 Log-probabilities: of 1,024 and 4,096 tokens over a vocabulary of 151,936, float32, from the token ids of a model with one small layer; the memory is
 that by which the process grew at its peak, each measurement in a process of its own. "Full" makes all logits and their log-softmax; TRL and ours
 work in chunks, and give entropies as well."""
 
 
-def child(*arguments: str) -> str:
-    """Run a module in TRL's environment and return what it printed.
-
-    Raises:
-        CalledProcessError: It failed; what it said stands above.
-    """
-    command = [environment.python("trl"), *arguments]
-    setting = os.environ | OFFLINE
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=CHILD_SECONDS, cwd=environment.ROOT, env=setting)
-    return done.stdout
-
-
 def measure_heads(num_rounds: int, num_tokens: Sequence[int] = NUM_TOKENS) -> list[dict[str, Any]]:
     """Measure all ways of getting log-probabilities, sides in turn."""
     found = []
     with tempfile.TemporaryDirectory(prefix="relax-head-") as folder:
-        child("-c", MAKE_MODEL, folder)
+        environment.run("trl", "-m", "benchmarks.head_memory", folder)
         for _ in range(num_rounds):
             for number in num_tokens:
                 for side in SIDES:
-                    passes = json.loads(child("-m", "benchmarks.head_memory", folder, side, str(number)))
+                    passes = json.loads(environment.run("trl", "-m", "benchmarks.head_memory", folder, side, str(number)))
                     found += [{"side": side, "num_tokens": number, "pass": name, **figures} for name, figures in passes.items()]
                     print(f"{number} tokens, {side}: {passes}", file=sys.stderr, flush=True)
     return found
@@ -155,7 +139,7 @@ def publish(kernels: Mapping[str, Any], heads: Sequence[Mapping[str, Any]], fold
     report.write(
         "kernels",
         title="The trainer's kernels beside TRL's",
-        question=QUESTION.format(version=trl_version()),
+        question=QUESTION.format(version=environment.pinned("trl", "trl")),
         command="python -m benchmarks.kernels",
         tables={
             "Losses": loss_rows(losses),
@@ -173,7 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Losses, advantages and log-probabilities beside TRL's, on the same numbers.")
     parser.add_argument("--quick", action="store_true", help="one round of few tokens; prints the figures, writes no page")
     arguments = parser.parse_args()
-    kernels = json.loads(child("-m", "benchmarks.loss_kernels"))
+    kernels = json.loads(environment.run("trl", "-m", "benchmarks.loss_kernels"))
     if not arguments.quick:
         publish(kernels, measure_heads(NUM_ROUNDS))
         return

@@ -28,9 +28,8 @@ NUM_LAST_STEPS = 10
 REWARD_AIM, REWARD_STEPS = 0.9, 5
 REWARD_MARGIN = 0.02
 ON_POLICY_AIM, ASYNC_AIM = 1.2, 1.76
-TRL_SECONDS = 900.0
+PREPARE_SECONDS = 300.0
 OBJECTIVE = ("algorithm.kl_coefficient=0.0", "algorithm.old_logprobs=rollout")
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
 QUESTION = f"""\
 The quickstart's task and model, by GRPO without a KL term: token mean, clip 0.2, advantages scaled in the prompt group, AdamW with the quickstart's
 schedule, 32 prompts with 8 samples each a step. Both sides have {NUM_CORES} cores, start from the same weights, and take the same prompts in the
@@ -149,10 +148,9 @@ def run_trl(folder: Path, task: Task, side: Side, seed: int) -> Outcome:
     config = load_run_config(quickstart.CONFIG, [f"model.path={folder / 'model'}", *overrides_of(task, side, seed)], environment={})
     run_file, result = folder / "trl-run.json", folder / "trl-result.json"
     run_file.write_text(config.model_dump_json())
-    command = [environment.python("trl"), "-m", "benchmarks.trl_run", run_file, result]
     threads = {"OMP_NUM_THREADS": str(side.threads), "MKL_NUM_THREADS": str(side.threads)}
     started = time.perf_counter()
-    subprocess.run(command, check=True, timeout=TRL_SECONDS, cwd=environment.ROOT, env=os.environ | OFFLINE | threads, stdout=subprocess.DEVNULL)
+    environment.run("trl", "-m", "benchmarks.trl_run", str(run_file), str(result), settings=threads)
     wall_seconds = time.perf_counter() - started
     measured: dict[str, Any] = json.loads(result.read_text())
     steady = measured["parts"][FIRST_STEADY_STEP:]
@@ -170,7 +168,7 @@ def measure(folder: Path, task: Task, sides: Sequence[Side], num_rounds: int) ->
     """Run all sides in turn, each round beginning with another one."""
     folder.mkdir()
     prepare = [sys.executable, "-m", "relax_events.cli", "models", "prepare", str(quickstart.CONFIG), f"model.path={folder / 'model'}"]
-    subprocess.run([*prepare, *task.overrides], check=True, timeout=TRL_SECONDS, stdout=subprocess.DEVNULL)
+    subprocess.run([*prepare, *task.overrides], check=True, timeout=PREPARE_SECONDS, stdout=subprocess.DEVNULL)
     outcomes: Outcomes = {side.name: [] for side in sides}
     for seed in range(num_rounds):
         first = seed % len(sides)
@@ -247,19 +245,13 @@ def verdict(is_reached: bool) -> str:
     return "reached" if is_reached else "missed"
 
 
-def trl_version() -> str:
-    """Read which TRL is measured off its pinned requirements."""
-    lines = (environment.ROOT / "requirements" / "trl.txt").read_text().splitlines()
-    return next(line.split()[0].removeprefix("trl==") for line in lines if line.startswith("trl=="))
-
-
 def publish(measured: Mapping[str, Outcomes], folder: Path = report.FOLDER) -> None:
     """Write the page."""
     tasks = [task for task in TASKS if task.name in measured]
     report.write(
         "trl",
         title="Whole runs beside TRL",
-        question=QUESTION.format(version=trl_version()),
+        question=QUESTION.format(version=environment.pinned("trl", "trl")),
         command="python -m benchmarks.trl",
         tables={
             f"{task.name}, {task.num_steps} steps": [row_of(measured[task.name], side, is_learnt=task.is_learnt) for side in measured[task.name]]
