@@ -47,9 +47,11 @@ def run(name: str, *arguments: str, settings: Mapping[str, str] | None = None) -
         CalledProcessError: It failed; what it said stands above.
         TimeoutExpired: It took longer than a quarter of an hour.
     """
-    variables = os.environ | OFFLINE | (settings or {})
-    command = [python(name), *arguments]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=RUN_SECONDS, cwd=ROOT, env=variables).stdout
+    variables = {**os.environ, **OFFLINE, **(settings or {})}
+    command = [str(python(name)), *arguments]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=RUN_SECONDS, cwd=ROOT, env=variables)
+    printed: str = done.stdout
+    return printed
 
 
 def pinned(name: str, package: str) -> str:

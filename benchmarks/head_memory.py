@@ -71,14 +71,16 @@ def ours(model: PolicyModel, tokens: NDArray[np.int32]) -> Tensor:
     mask = np.ones(tokens.shape[1], np.uint8)
     mask[0] = 0
     batch = pack([Row(str(number), row, mask) for number, row in enumerate(tokens)], vocab_size=model.vocab_size)
-    return model.token_logprobs(batch).logprobs
+    logprobs: Tensor = model.token_logprobs(batch).logprobs
+    return logprobs
 
 
 def full(model: PolicyModel, tokens: NDArray[np.int32]) -> Tensor:
     """By a log-softmax over all logits, without entropies."""
     ids = torch.from_numpy(tokens).long()
     logprobs = model.module(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
-    return logprobs.gather(-1, ids[:, 1:, None]).flatten()
+    chosen: Tensor = logprobs.gather(-1, ids[:, 1:, None])
+    return chosen.flatten()
 
 
 def fused(model: PolicyModel, tokens: NDArray[np.int32]) -> Tensor:
