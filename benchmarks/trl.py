@@ -40,7 +40,7 @@ same order; the reward is the same function.
 - TRL {{version}} is one process, without vLLM. It has what makes it fastest: float32, no gradient checkpointing, a key and value cache, the whole
   step as one forward and backward pass, fused AdamW, no reference model, no logging, no checkpoints, the reward called directly and without a time
   limit; once with one thread, once with two. The better one counts, and so does our better one.
-- `long` is the same with strings of 5 to 40 letters and up to 64 new tokens, so that completions differ in length; `wide` is the same with a model
+- `long` is the same with strings of 5 to 20 letters and up to 32 new tokens, so that completions differ in length; `wide` is the same with a model
   twice as wide and deep, so that computing weighs more. Both are there for the throughput: their steps are too few to learn much.
 
 Steady state leaves out the first {FIRST_STEADY_STEP} steps. Start and end are what a run takes besides its steps. The reward counts as reached when
@@ -117,10 +117,10 @@ SIDES = (
     Side("TRL, 2 threads", "trl", threads=2),
 )
 LONG_STRINGS = (
-    "data.options={min_string_length = 5, max_string_length = 40}",
-    "engine.sampling.max_new_tokens=64",
-    "engine.max_context_tokens=256",
-    "warm_start.steps=60",
+    "data.options={min_string_length = 5, max_string_length = 20}",
+    "engine.sampling.max_new_tokens=32",
+    "engine.max_context_tokens=128",
+    "warm_start.steps=400",
 )
 WIDE_MODEL = ("model.tiny.hidden_size=128", "model.tiny.num_layers=4")
 TASKS = (
