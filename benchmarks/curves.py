@@ -17,12 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environment, quickstart, report
+from benchmarks.curve_materials import provide
 from benchmarks.curve_plot import Curve, small_multiples
 from relax_events.algorithms.describing import installed_algorithms
 
 FOLDER = environment.ROOT / ".relax" / "curves"
 NUM_STEPS, NUM_SEEDS = 60, 2
 NUM_EDGE_STEPS, REWARD_AIM = 10, 0.8
+START = "model.path={materials}/model"
+WITHOUT_SAMPLES = ("algorithm.kl_coefficient=0", "algorithm.old_logprobs=trainer")
+HELD_OUT = 'name = "held-out", source = "reasoning_gym:string_insertion", size = 256, options = {min_string_length = 5, max_string_length = 5}'
+EVALUATED = ("evaluation.every=3", f"evaluation.datasets=[{{{HELD_OUT}}}]")
+"""For algorithms that draw no samples, so that there are rewards to be drawn."""
 SETTINGS: dict[str, tuple[str, ...]] = {
     # Right answers have up to 7 of 8 tokens: the penalty would fall on them alone.
     "dapo": ("algorithm.overlong_ratio=0",),
@@ -32,12 +38,22 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     # Without a ratio in the loss, samples of older versions need a correction.
     "rloo": ("algorithm.old_logprobs=trainer", "algorithm.correction=tis"),
     "gdpo": ("reward.function=benchmarks/curve_rewards.py:in_parts",),
+    "opd": ("teacher.model_path={materials}/teacher",),
+    "sft": ("run.samples_per_prompt=1", *WITHOUT_SAMPLES, *EVALUATED),
+    "dpo": (
+        "run.samples_per_prompt=2",
+        "data.source=jsonl:{materials}/pairs.jsonl",
+        "data.chosen_key=chosen",
+        "data.rejected_key=rejected",
+        *WITHOUT_SAMPLES,
+        *EVALUATED,
+    ),
 }
-"""What an algorithm needs besides its name, over the quickstart's run file."""
+"""What an algorithm needs besides its name, over the quickstart's run file; of what is not installed it is not asked."""
 QUESTION = """\
 The quickstart task (configs/quickstart.toml: asynchronous, at most 2 versions stale, KL 0.001) by every installed algorithm, {num_steps} steps of 32
-prompts with 8 samples, {num_seeds} seeds. What an algorithm has besides its own settings stands in the table. In the picture runs are pale, the
-strong line is their moving mean.
+prompts with 8 samples, {num_seeds} seeds, all from the same weights. What an algorithm has besides its own settings stands in the table. In the
+picture runs are pale, the strong line is their moving mean. Where nothing is drawn while training, versions are evaluated on 256 problems.
 
 ![Reward by train step, a panel for each algorithm](curves.svg)"""
 
@@ -63,23 +79,23 @@ class Learnt:
 
     @property
     def num_steps_to_aim(self) -> int | None:
-        """Steps until the reward was first reached; None if it never was."""
+        """Steps behind the weights that first reached the reward; None if none did."""
         steps = zip(self.curve.steps, self.curve.rewards, strict=True)
-        return next((step + 1 for step, reward in steps if reward is not None and reward >= REWARD_AIM), None)
+        return next((step for step, reward in steps if reward is not None and reward >= REWARD_AIM), None)
 
     def _known(self, part: slice) -> list[float]:
         return [reward for reward in self.curve.rewards if reward is not None][part]
 
 
 def learnt_of(data: Mapping[str, Any], algorithm: str, seed: int) -> Learnt:
-    """Read a run's report: the rewards of its steps or, where a run has no rewards, those of its evaluations.
+    """Read a run's report: the rewards of its evaluations where it has any, else those of its steps.
 
     Raises:
         ValueError: It has neither.
     """
     curves = data["curves"]
     steps, rewards = curves["train_step"], curves.get("reward_mean", [])
-    if not any(reward is not None for reward in rewards):
+    if data["evaluations"]:
         steps = [row["policy_version"] for row in data["evaluations"]]
         rewards = [row["reward_mean"] for row in data["evaluations"]]
     if not any(reward is not None for reward in rewards):
@@ -96,10 +112,11 @@ def run(algorithm: str, seed: int, num_steps: int, folder: Path = FOLDER) -> Lea
     """Run an algorithm, or read the report of its run that is there; one that was stopped is taken up again.
 
     Raises:
-        CalledProcessError: The run did not reach its goal.
+        CalledProcessError: The run did not reach its goal, or a model could not be made.
     """
     result = result_of(algorithm, seed, num_steps, folder)
-    wanted = [f"algorithm.name={algorithm}", *SETTINGS.get(algorithm, ()), f"run.num_steps={num_steps}", f"run.seed={seed}"]
+    settings = [START, f"algorithm.name={algorithm}", *SETTINGS.get(algorithm, ()), f"run.num_steps={num_steps}", f"run.seed={seed}"]
+    wanted = provide(settings, folder / "materials")
     if result.exists() and (kept := json.loads(result.read_text()))["overrides"] == wanted:
         return learnt_of(kept["report"], algorithm, seed)
     place = folder / result.stem
@@ -120,7 +137,7 @@ def rows_of(learnt: Iterable[Learnt]) -> list[dict[str, str]]:
 def row_of(name: str, runs: Sequence[Learnt]) -> dict[str, str]:
     """Write those of one algorithm."""
     steps = [str(one.num_steps_to_aim or "never") for one in runs]
-    settings = ", ".join(f"`{setting.removeprefix('algorithm.')}`" for setting in SETTINGS.get(name, ()))
+    settings = ", ".join(f"`{setting.removeprefix('algorithm.')}`" for setting in SETTINGS.get(name, ()) if not setting.startswith("evaluation."))
     return {
         "algorithm": name,
         "reward of the first step": ", ".join(f"{one.first:.2f}" for one in runs),

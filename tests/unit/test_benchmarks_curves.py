@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from benchmarks import curve_rewards, curves, quickstart
+from benchmarks import curve_materials, curve_rewards, curves, quickstart
 from benchmarks.curve_plot import Curve, mean_curve, small_multiples
 from relax_events.algorithms.describing import installed_algorithms
 from relax_events.config import load_run_config
@@ -28,20 +28,16 @@ def report_of(rewards: list[float | None], evaluations: list[tuple[int, float]] 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_algorithm_runs_the_quickstart_with_its_settings(name: str) -> None:
-    config = load_run_config(quickstart.CONFIG, [f"algorithm.name={name}", *curves.SETTINGS.get(name, ())], environment={})
+    config = load_run_config(quickstart.CONFIG, [curves.START, f"algorithm.name={name}", *curves.SETTINGS.get(name, ())], environment={})
     assert config.algorithm.name == name
     assert not (config.algorithm.spec.components and config.reward.function == "reasoning_gym")  # which gives one number
 
 
-def test_settings_are_of_algorithms_that_there_are() -> None:
-    assert curves.SETTINGS.keys() <= set(NAMES)
-
-
-def test_curve_is_of_the_steps_and_else_of_the_evaluations() -> None:
+def test_curve_is_of_the_evaluations_and_else_of_the_steps() -> None:
     steps = curves.learnt_of(report_of([0.2, None, 0.9]), "grpo", 0)
-    assert (list(steps.curve.steps), steps.first, steps.num_steps_to_aim) == ([0, 1, 2], 0.2, 3)
+    assert (list(steps.curve.steps), steps.first, steps.num_steps_to_aim) == ([0, 1, 2], 0.2, 2)
     assert steps.last == pytest.approx((0.2 + 0.9) / 2)
-    evaluated = curves.learnt_of(report_of([None, None], [(0, 0.25), (10, 0.75)]), "grpo", 0)
+    evaluated = curves.learnt_of(report_of([0.1, 0.9], [(0, 0.25), (10, 0.75)]), "grpo", 0)
     assert (list(evaluated.curve.steps), list(evaluated.curve.rewards), evaluated.num_steps_to_aim) == ([0, 10], [0.25, 0.75], None)
     with pytest.raises(ValueError, match="the run of grpo with seed 3 reports neither"):
         curves.learnt_of(report_of([None]), "grpo", 3)
@@ -56,10 +52,11 @@ def test_run_that_is_there_is_kept_until_its_settings_change(tmp_path: Path, mon
         return report_of([0.2, 0.4])
 
     monkeypatch.setattr(quickstart, "run", run)
+    monkeypatch.setitem(curve_materials.MAKERS, "model", lambda path: path.mkdir())
     once = curves.run("dr_grpo", 1, 2, tmp_path)
     assert curves.run("dr_grpo", 1, 2, tmp_path) == once
-    assert ran == [["dr-grpo-2-1", "algorithm.name=dr_grpo", "run.num_steps=2", "run.seed=1"]]
-    assert [path.name for path in tmp_path.iterdir()] == ["dr-grpo-2-1.json"]
+    assert ran == [["dr-grpo-2-1", f"model.path={tmp_path}/materials/model", "algorithm.name=dr_grpo", "run.num_steps=2", "run.seed=1"]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dr-grpo-2-1.json", "materials"]
     monkeypatch.setitem(curves.SETTINGS, "dr_grpo", ("algorithm.clip_low=0.1",))
     curves.run("dr_grpo", 1, 2, tmp_path)
     assert len(ran) == 2
@@ -87,7 +84,7 @@ def test_page_says_who_learnt_the_task(tmp_path: Path, capsys: pytest.CaptureFix
     curves.publish(learnt, num_steps=2, num_seeds=1, folder=tmp_path)
     page = (tmp_path / "curves.md").read_text()
     assert capsys.readouterr().out.strip() == page.strip()
-    assert "| grpo | 0.20 | 0.550 | 2 | 0.50 |  |" in page
+    assert "| grpo | 0.20 | 0.550 | 1 | 0.50 |  |" in page
     assert "| dapo | 0.20 | 0.450 | never | 0.50 | `overlong_ratio=0` |" in page
     assert "1 of 2 algorithms reach a reward of 0.8 with every seed; not so dapo." in page
     assert (tmp_path / "curves.svg").read_text().startswith("<svg xmlns=")
@@ -102,3 +99,28 @@ def test_reward_in_parts_tells_right_answers_from_long_enough_ones() -> None:
     assert [as_score(value).reward for value in given] == [1.0, given[1]["right"], given[2]["right"]]
     assert [value["length"] for value in given] == [1.0, 1.0, 0.0]
     assert given[1]["right"] < 1
+
+
+def test_materials_are_made_once_and_only_where_they_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def make(path: Path) -> None:
+        made.append(path.name)
+        path.mkdir()
+
+    monkeypatch.setattr(curve_materials, "MAKERS", dict.fromkeys(["model", "teacher", "pairs.jsonl"], make))
+    wanted = ["model.path={materials}/model", "teacher.model_path={materials}/teacher", "run.seed=1"]
+    for _ in range(2):
+        assert curve_materials.provide(wanted, tmp_path) == [f"model.path={tmp_path}/model", f"teacher.model_path={tmp_path}/teacher", "run.seed=1"]
+    assert made == ["model", "teacher"]
+
+
+def test_pairs_hold_the_right_answer_and_one_with_a_wrong_letter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curve_materials, "NUM_PAIRS", 50)
+    curve_materials.make_pairs(tmp_path / "pairs.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    assert len(rows) == 50
+    for row in rows:
+        assert [message["role"] for message in row["prompt"]] == ["user"]
+        assert len(row["chosen"]) == len(row["rejected"])
+        assert sum(right != wrong for right, wrong in zip(row["chosen"], row["rejected"], strict=True)) == 1
