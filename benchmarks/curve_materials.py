@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks import quickstart
-from relax_events.config import load_run_config
+from relax_events.config import RunConfig, load_run_config
+from relax_events.data.rendering import PromptRenderer
+from relax_events.data.rows import PromptRow
 from relax_events.data.sources import open_stream
+from relax_events.engines.protocol import GenerationRequest, SampleRequest
+from relax_events.engines.transformers import TransformersEngine
 
 PLACE = "{materials}"
 PREPARE_SECONDS = 900.0
-NUM_PAIRS = 4096
-LETTERS = "ABCDE"
+NUM_PROMPTS = 4096
 TEACHER = ("warm_start.steps=1000", "warm_start.target_loss=0.02")
 """A start so long that nearly all of the teacher's answers are right."""
 
@@ -47,23 +51,40 @@ def make_teacher(path: Path) -> None:
 
 
 def make_pairs(path: Path) -> None:
-    """Write prompts of the quickstart, each with the right answer and one that has a wrong letter."""
-    stream, chance = open_stream(load_run_config(quickstart.CONFIG, environment={}).data, seed=0), random.Random(0)
-    rows = []
-    for number in range(NUM_PAIRS):
-        row = stream[number]
-        prompt = [{"role": message.role, "content": message.text} for message in row.messages]
-        rows.append({"prompt": prompt, "chosen": row.answer, "rejected": with_wrong_letter(row.answer, chance)})
+    """Write prompts of the quickstart, each with the right answer and a wrong one that the starting model gave itself."""
+    config = load_run_config(quickstart.CONFIG, [f"model.path={path.parent / 'model'}", "model.device=cpu"], environment={})
+    stream = open_stream(config.data, seed=0)
+    rows = [stream[number] for number in range(NUM_PROMPTS)]
+    pairs = []
+    for row, given in zip(rows, drawn_answers(config, rows), strict=True):
+        if given.strip() not in ("", row.answer):
+            prompt = [{"role": message.role, "content": message.text} for message in row.messages]
+            pairs.append({"prompt": prompt, "chosen": row.answer, "rejected": given})
     draft = path.with_suffix(".draft")
-    draft.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    draft.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
     draft.rename(path)
 
 
-def with_wrong_letter(answer: str, chance: random.Random) -> str:
-    """Replace one of an answer's letters by another one."""
-    at = chance.choice([place for place, letter in enumerate(answer) if letter in LETTERS])
-    other = chance.choice([letter for letter in LETTERS if letter != answer[at]])
-    return answer[:at] + other + answer[at + 1 :]
+def drawn_answers(config: RunConfig, rows: Sequence[PromptRow]) -> list[str]:
+    """Let the model of a run file answer each prompt once, in the order of the prompts."""
+    renderer = PromptRenderer.from_folder(config.model.path, config.data)
+    engine = TransformersEngine(config.model.path, config=config.engine, model=config.model)
+    none, no_logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
+    for number, row in enumerate(rows):
+        sample = SampleRequest(sample_id=str(number), seed=number, tokens=none, logprobs=no_logprobs, segments=())
+        request = GenerationRequest(
+            prompt_group_id=str(number),
+            prompt_tokens=renderer.prompt_tokens(row.messages),
+            samples=(sample,),
+            sampling=config.engine.sampling,
+            stop_token_ids=renderer.stop_token_ids,
+        )
+        engine.submit(request)
+    answers: dict[int, str] = {}
+    while engine.num_running:
+        answers |= {int(sample.sample_id): renderer.completion_text(sample.tokens) for sample in engine.poll(timeout_seconds=1.0)}
+    engine.close()
+    return [answers[number] for number in range(len(rows))]
 
 
 MAKERS: dict[str, Callable[[Path], None]] = {"model": make_model, "teacher": make_teacher, "pairs.jsonl": make_pairs}

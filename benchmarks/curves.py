@@ -40,7 +40,10 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "gdpo": ("reward.function=benchmarks/curve_rewards.py:in_parts",),
     "opd": ("teacher.model_path={materials}/teacher",),
     "sft": ("run.samples_per_prompt=1", *WITHOUT_SAMPLES, *EVALUATED),
+    # A larger beta and smaller steps keep the policy near the reference, without which it forgets the right answers with the wrong ones.
     "dpo": (
+        "algorithm.beta=1",
+        "trainer.learning_rate=1e-3",
         "run.samples_per_prompt=2",
         "data.source=jsonl:{materials}/pairs.jsonl",
         "data.chosen_key=chosen",

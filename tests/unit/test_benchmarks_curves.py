@@ -13,7 +13,10 @@ from benchmarks import curve_materials, curve_rewards, curves, quickstart
 from benchmarks.curve_plot import Curve, mean_curve, small_multiples
 from relax_events.algorithms.describing import installed_algorithms
 from relax_events.config import load_run_config
+from relax_events.config.generation import TinyModelConfig
 from relax_events.data.generated import GeneratedSource
+from relax_events.data.preparation import make_tiny_for
+from relax_events.data.sources import open_stream
 from relax_events.rewards.scores import as_score
 
 NAMES = [spec.name for spec in installed_algorithms()]
@@ -115,12 +118,16 @@ def test_materials_are_made_once_and_only_where_they_are_named(tmp_path: Path, m
     assert made == ["model", "teacher"]
 
 
-def test_pairs_hold_the_right_answer_and_one_with_a_wrong_letter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curve_materials, "NUM_PAIRS", 50)
+def test_pairs_hold_the_right_answer_and_a_wrong_one_that_was_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_run_config(quickstart.CONFIG, [f"model.path={tmp_path / 'model'}"], environment={})
+    make_tiny_for(config.data, tmp_path / "model", tiny=TinyModelConfig(hidden_size=32, num_layers=1), seed=0)
+    monkeypatch.setattr(curve_materials, "NUM_PROMPTS", 12)
     curve_materials.make_pairs(tmp_path / "pairs.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
-    assert len(rows) == 50
+    stream = open_stream(config.data, seed=0)
+    answers = {stream[number].messages[0].text: stream[number].answer for number in range(12)}
+    assert 0 < len(rows) <= 12
     for row in rows:
         assert [message["role"] for message in row["prompt"]] == ["user"]
-        assert len(row["chosen"]) == len(row["rejected"])
-        assert sum(right != wrong for right, wrong in zip(row["chosen"], row["rejected"], strict=True)) == 1
+        assert row["chosen"] == answers[row["prompt"][0]["content"]] != row["rejected"]
+        assert row["rejected"].strip()
