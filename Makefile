@@ -60,6 +60,7 @@ lock: ## Resolve the requirements anew
 	$(COMPILE) pyproject.toml requirements/build.in --extra lint --constraint requirements/lock.txt -o requirements/lint.txt
 	mkdir -p .relax && sed -n '/^[a-z].*==/{s/ \\$$//;p}' requirements/lock.txt | grep -v ^antlr4 > .relax/constraints.txt # math-verify and hydra-core need different ones
 	$(COMPILE) pyproject.toml --extra bench --constraint .relax/constraints.txt --override requirements/overrides.txt -o requirements/bench.txt
+	$(COMPILE) pyproject.toml --extra bench-trl --constraint .relax/constraints.txt --override requirements/overrides.txt -o requirements/trl.txt
 
 clean: ## Delete what runs and tests leave; the virtual environment stays
 	rm -rf .relax .pytest_cache .hypothesis .mypy_cache .ruff_cache

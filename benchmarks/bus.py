@@ -17,8 +17,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks import report
-from benchmarks.planes import environment, losses
+from benchmarks import environment, report
+from benchmarks.planes import losses
 from benchmarks.planes.kafka import KafkaServer
 from benchmarks.planes.losses import Losses
 from benchmarks.planes.protocol import UNDER_WAY, Cell

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import quickstart, report
 
-CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"
 SIDES = {"sync": ["run.mode=sync", "run.max_staleness=0"], "async": ["run.mode=async", "run.max_staleness=2"]}
 STEPS_LEFT_OUT = 2  # the first steps carry the workers' start
 
@@ -42,10 +38,7 @@ def main(repeats: int = 3) -> None:
 
 def run(folder: Path, name: str, overrides: list[str]) -> dict[str, Any]:
     """Run the quickstart once; return its figures."""
-    command = [sys.executable, "-m", "relax_events.cli", "run", str(CONFIG)]
-    places = [f"run.id={name}", f"run.directory={folder}", f"model.path={folder}/model"]
-    subprocess.run([*command, *places, *overrides], check=True, timeout=600)
-    data = json.loads((folder / "runs" / name / "report.json").read_text())
+    data = quickstart.run(folder, name, overrides)
     seconds = [value for value in data["curves"]["step_seconds"][STEPS_LEFT_OUT:] if value is not None]
     return {
         "step_seconds": statistics.median(seconds),

@@ -1,0 +1,210 @@
+"""Every algorithm learns the quickstart task: a run of each with the same steps and seeds, the rewards side by side in one picture.
+
+A run takes a minute or two. What is there already is kept, so the command goes on where it was stopped: `python -m benchmarks.curves`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import environment, quickstart, report
+from benchmarks.curve_materials import provide
+from benchmarks.curve_plot import Curve, small_multiples
+from relax_events.algorithms.describing import installed_algorithms
+
+FOLDER = environment.ROOT / ".relax" / "curves"
+NUM_STEPS, NUM_SEEDS = 60, 2
+NUM_EDGE_STEPS, REWARD_AIM = 10, 0.8
+START = "model.path={materials}/model"
+WITHOUT_SAMPLES = ("algorithm.kl_coefficient=0", "algorithm.old_logprobs=trainer")
+HELD_OUT = 'name = "held-out", source = "reasoning_gym:string_insertion", size = 256, options = {min_string_length = 5, max_string_length = 5}'
+EVALUATED = ("evaluation.every=3", f"evaluation.datasets=[{{{HELD_OUT}}}]")
+"""For algorithms that draw no samples, so that there are rewards to be drawn."""
+SETTINGS: dict[str, tuple[str, ...]] = {
+    # Right answers have up to 7 of 8 tokens: the penalty would fall on them alone.
+    "dapo": ("algorithm.overlong_ratio=0",),
+    # The papers' ranges are for large models at small learning rates; here a version moves a whole sample's ratio by several percent.
+    "gspo": ("algorithm.clip_low=0.1", "algorithm.clip_high=0.1"),
+    "gspo_token": ("algorithm.clip_low=0.1", "algorithm.clip_high=0.1"),
+    # Without a ratio in the loss, samples of older versions need a correction.
+    "rloo": ("algorithm.old_logprobs=trainer", "algorithm.correction=tis"),
+    "gdpo": ("reward.function=benchmarks/curve_rewards.py:in_parts",),
+    "opd": ("teacher.model_path={materials}/teacher",),
+    "sft": ("run.samples_per_prompt=1", *WITHOUT_SAMPLES, *EVALUATED),
+    # A larger beta and smaller steps keep the policy near the reference, without which it forgets the right answers with the wrong ones.
+    "dpo": (
+        "algorithm.beta=1",
+        "trainer.learning_rate=1e-3",
+        "run.samples_per_prompt=2",
+        "data.source=jsonl:{materials}/pairs.jsonl",
+        "data.chosen_key=chosen",
+        "data.rejected_key=rejected",
+        *WITHOUT_SAMPLES,
+        *EVALUATED,
+    ),
+}
+"""What an algorithm needs besides its name, over the quickstart's run file; of what is not installed it is not asked."""
+QUESTION = """\
+The quickstart task (configs/quickstart.toml: asynchronous, at most 2 versions stale, KL 0.001) by every installed algorithm, {num_steps} steps of 32
+prompts with 8 samples, {num_seeds} seeds, all from the same weights. What an algorithm has besides its own settings stands in the table. In the
+picture runs are pale, the strong line is their moving mean. Where nothing is drawn while training, versions are evaluated on 256 problems.
+
+![Reward by train step, a panel for each algorithm](curves.svg)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """One run of an algorithm."""
+
+    algorithm: str
+    seed: int
+    curve: Curve
+    step_seconds: float
+
+    @property
+    def first(self) -> float:
+        """Reward at the beginning."""
+        return self._known(slice(1))[0]
+
+    @property
+    def last(self) -> float:
+        """Mean reward at the end."""
+        return statistics.mean(self._known(slice(-NUM_EDGE_STEPS, None)))
+
+    @property
+    def num_steps_to_aim(self) -> int | None:
+        """Steps behind the weights that first reached the reward; None if none did."""
+        steps = zip(self.curve.steps, self.curve.rewards, strict=True)
+        return next((step for step, reward in steps if reward is not None and reward >= REWARD_AIM), None)
+
+    def _known(self, part: slice) -> list[float]:
+        return [reward for reward in self.curve.rewards if reward is not None][part]
+
+
+def learnt_of(data: Mapping[str, Any], algorithm: str, seed: int) -> Learnt:
+    """Read a run's report: the rewards of its evaluations where it has any, else those of its steps.
+
+    Raises:
+        ValueError: It has neither.
+    """
+    curves = data["curves"]
+    steps, rewards = curves["train_step"], curves.get("reward_mean", [])
+    if data["evaluations"]:
+        steps = [row["policy_version"] for row in data["evaluations"]]
+        rewards = [row["reward_mean"] for row in data["evaluations"]]
+    if not any(reward is not None for reward in rewards):
+        raise ValueError(f"the run of {algorithm} with seed {seed} reports neither rewards nor evaluations; give it a dataset to be evaluated on")
+    return Learnt(algorithm, seed, Curve(steps, rewards), statistics.median(curves["step_seconds"]))
+
+
+def result_of(algorithm: str, seed: int, num_steps: int, folder: Path = FOLDER) -> Path:
+    """Return where a run's report is kept, named by all that it depends on."""
+    return folder / f"{algorithm.replace('_', '-')}-{num_steps}-{seed}.json"
+
+
+def run(algorithm: str, seed: int, num_steps: int, folder: Path = FOLDER) -> Learnt:
+    """Run an algorithm, or read the report of its run that is there; one that was stopped is taken up again.
+
+    Raises:
+        CalledProcessError: The run did not reach its goal, or a model could not be made.
+    """
+    result = result_of(algorithm, seed, num_steps, folder)
+    settings = [START, f"algorithm.name={algorithm}", *SETTINGS.get(algorithm, ()), f"run.num_steps={num_steps}", f"run.seed={seed}"]
+    wanted = provide(settings, folder / "materials")
+    if result.exists() and (kept := json.loads(result.read_text()))["overrides"] == wanted:
+        return learnt_of(kept["report"], algorithm, seed)
+    place = folder / result.stem
+    data = quickstart.run(place, result.stem, wanted)
+    result.write_text(json.dumps({"overrides": wanted, "report": data}))
+    shutil.rmtree(place)
+    return learnt_of(data, algorithm, seed)
+
+
+def rows_of(learnt: Iterable[Learnt]) -> list[dict[str, str]]:
+    """Write the runs for people, a row for each algorithm."""
+    by_name: dict[str, list[Learnt]] = {}
+    for one in learnt:
+        by_name.setdefault(one.algorithm, []).append(one)
+    return [row_of(name, runs) for name, runs in by_name.items()]
+
+
+def row_of(name: str, runs: Sequence[Learnt]) -> dict[str, str]:
+    """Write those of one algorithm."""
+    steps = [str(one.num_steps_to_aim or "never") for one in runs]
+    settings = ", ".join(f"`{setting.removeprefix('algorithm.')}`" for setting in SETTINGS.get(name, ()) if not setting.startswith("evaluation."))
+    return {
+        "algorithm": name,
+        "reward of the first step": ", ".join(f"{one.first:.2f}" for one in runs),
+        f"of the last {NUM_EDGE_STEPS} steps": ", ".join(f"{one.last:.3f}" for one in runs),
+        f"steps to {REWARD_AIM:g}": ", ".join(steps),
+        "seconds a step": f"{statistics.median(one.step_seconds for one in runs):.2f}",
+        "settings": settings,
+    }
+
+
+def conclusion_of(learnt: Sequence[Learnt]) -> str:
+    """Say which algorithms learnt the task."""
+    names = dict.fromkeys(one.algorithm for one in learnt)
+    slow = sorted({one.algorithm for one in learnt if one.num_steps_to_aim is None})
+    text = f"{len(names) - len(slow)} of {len(names)} algorithms reach a reward of {REWARD_AIM:g} with every seed"
+    return f"{text}; not so {', '.join(slow)}." if slow else f"{text}."
+
+
+def publish(learnt: Sequence[Learnt], *, num_steps: int, num_seeds: int, folder: Path = report.FOLDER) -> None:
+    """Write the picture, then the page."""
+    panels: dict[str, list[Curve]] = {}
+    for one in learnt:
+        panels.setdefault(one.algorithm, []).append(one.curve)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "curves.svg").write_text(small_multiples(panels, title="Reward by train step, a panel for each algorithm"))
+    report.write(
+        "curves",
+        title="Every algorithm on the quickstart task",
+        question=QUESTION.format(num_steps=num_steps, num_seeds=num_seeds),
+        command="python -m benchmarks.curves",
+        rows=rows_of(learnt),
+        conclusion=conclusion_of(learnt),
+        data=[{"algorithm": one.algorithm, "seed": one.seed, "steps": list(one.curve.steps), "rewards": list(one.curve.rewards)} for one in learnt],
+        folder=folder,
+    )
+
+
+def main() -> None:
+    """Run what is not there yet, and write the page of all; exit with 1 after the rest if a run failed."""
+    names = [spec.name for spec in installed_algorithms()]
+    parser = argparse.ArgumentParser(description="A learning curve of every installed algorithm on the quickstart task.")
+    parser.add_argument("--algorithm", choices=names, action="append", help="only this one, or these; writes no page")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="train steps of a run")
+    parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="runs of each algorithm")
+    parser.add_argument("--fresh", action="store_true", help="forget the runs that are there")
+    arguments = parser.parse_args()
+    if arguments.fresh:
+        shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    learnt, failed = [], []
+    for name in arguments.algorithm or names:
+        for seed in range(arguments.seeds):
+            try:
+                learnt.append(run(name, seed, arguments.steps))
+            except (subprocess.CalledProcessError, ValueError) as error:
+                failed.append(name)
+                print(f"{name}, seed {seed}: {error}", file=sys.stderr)
+    if learnt and not arguments.algorithm:
+        publish(learnt, num_steps=arguments.steps, num_seeds=arguments.seeds)
+    elif learnt:
+        print(report.table_of(rows_of(learnt)))
+    if failed:
+        raise SystemExit(f"no curve of {', '.join(dict.fromkeys(failed))}; what was said stands above, settings stand in benchmarks/curves.py")
+
+
+if __name__ == "__main__":
+    main()

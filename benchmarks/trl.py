@@ -1,0 +1,293 @@
+"""Whole runs beside TRL's GRPOTrainer: the same model, prompts, batch, objective, optimizer and two cores; throughput, time to a reward, reward.
+
+Sides take turns, each round another seed; ratios are of one round. TRL runs in an environment of its own (`benchmarks.trl_run`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks import environment, quickstart, report
+from relax_events.config import load_run_config
+
+NUM_CORES = 2
+FIRST_STEADY_STEP = 5
+NUM_LAST_STEPS = 10
+REWARD_AIM, REWARD_STEPS = 0.9, 5
+REWARD_MARGIN = 0.02
+ON_POLICY_AIM, ASYNC_AIM = 1.2, 1.76
+PREPARE_SECONDS = 600.0
+OBJECTIVE = ("algorithm.kl_coefficient=0.0", "algorithm.old_logprobs=rollout")
+QUESTION = f"""\
+The quickstart's task and model, by GRPO without a KL term: token mean, clip 0.2, advantages scaled in the prompt group, AdamW with the quickstart's
+schedule, 32 prompts with 8 samples each a step. Both sides have {NUM_CORES} cores, start from the same weights, and take the same prompts in the
+same order; the reward is the same function.
+
+- Ours are `relax run` as it is: every role a process, a broker, exactly-once delivery; all of it on the same cores. Each role has one thread, or two
+  where the table says so.
+- TRL {{version}} is one process, without vLLM. It has what makes it fastest: float32, no gradient checkpointing, a key and value cache, the whole
+  step as one forward and backward pass, fused AdamW, no reference model, no logging, no checkpoints, the reward called directly and without a time
+  limit; once with one thread, once with two. The better one counts, and so does our better one.
+- `long` is the same with strings of 5 to 20 letters and up to 32 new tokens, so that completions differ in length; `wide` is the same with a model
+  twice as wide and deep, so that computing weighs more. Both are there for the throughput: their steps are too few to learn much.
+
+Steady state leaves out the first {FIRST_STEADY_STEP} steps. Start and end are what a run takes besides its steps. The reward counts as reached when
+the mean of {REWARD_STEPS} steps is {REWARD_AIM:g}; the time is that of the steps until then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is trained, as settings over the quickstart's run file."""
+
+    name: str
+    num_steps: int
+    overrides: tuple[str, ...] = ()
+    is_learnt: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One way to train it."""
+
+    name: str
+    kind: Literal["on-policy", "async", "trl"]
+    overrides: tuple[str, ...] = ()
+    threads: int = 1
+
+    @property
+    def slug(self) -> str:
+        """The name as part of a run's id."""
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One run: lists have an entry for each step; `parts` are mean seconds of a steady step."""
+
+    step_seconds: list[float]
+    rewards: list[float]
+    completion_tokens: list[float]
+    parts: dict[str, float]
+    wall_seconds: float
+    samples_per_step: int
+
+    @property
+    def completions_per_second(self) -> float:
+        """Of the steady state."""
+        steady = self.step_seconds[FIRST_STEADY_STEP:]
+        return self.samples_per_step * len(steady) / sum(steady)
+
+    @property
+    def last_reward(self) -> float:
+        """Mean over the last steps."""
+        return statistics.mean(self.rewards[-NUM_LAST_STEPS:])
+
+    @property
+    def seconds_to_reward(self) -> float | None:
+        """Seconds of all steps until the reward was reached; None if it never was."""
+        for end in range(REWARD_STEPS, len(self.rewards) + 1):
+            if statistics.mean(self.rewards[end - REWARD_STEPS : end]) >= REWARD_AIM:
+                return sum(self.step_seconds[:end])
+        return None
+
+
+Outcomes = dict[str, list[Outcome]]
+COLOCATED, STREAMING, ASYNC = (
+    (f"run.mode={mode}", f"run.max_staleness={staleness}") for mode, staleness in (("sync", 0), ("async", 0), ("async", 1))
+)
+TWO_THREADS = ("engine.threads=2", "trainer.threads=2")
+SIDES = (
+    Side("ours, on-policy, colocated", "on-policy", COLOCATED),
+    Side("ours, on-policy, colocated, 2 threads", "on-policy", (*COLOCATED, *TWO_THREADS)),
+    Side("ours, on-policy, streaming", "on-policy", STREAMING),
+    Side("ours, async K=1", "async", ASYNC),
+    Side("TRL, 1 thread", "trl"),
+    Side("TRL, 2 threads", "trl", threads=2),
+)
+LONG_STRINGS = (
+    "data.options={min_string_length = 5, max_string_length = 20}",
+    "engine.sampling.max_new_tokens=32",
+    "engine.max_context_tokens=128",
+    "warm_start.steps=400",
+)
+WIDE_MODEL = ("model.tiny.hidden_size=128", "model.tiny.num_layers=4")
+TASKS = (
+    Task("quickstart", num_steps=60),
+    Task("long", num_steps=20, overrides=LONG_STRINGS, is_learnt=False),
+    Task("wide", num_steps=20, overrides=WIDE_MODEL, is_learnt=False),
+)
+
+
+def overrides_of(task: Task, side: Side, seed: int) -> list[str]:
+    """Return all that differs from the quickstart's run file."""
+    return [*OBJECTIVE, *task.overrides, *side.overrides, f"run.num_steps={task.num_steps}", f"run.seed={seed}"]
+
+
+def run_ours(folder: Path, task: Task, side: Side, seed: int) -> Outcome:
+    """Run the task by `relax run`."""
+    found = quickstart.run(folder, f"{task.name}-{side.slug}-{seed}", overrides_of(task, side, seed))
+    curves = found["curves"]
+    return Outcome(
+        step_seconds=curves["step_seconds"],
+        rewards=curves["reward_mean"],
+        completion_tokens=curves["completion_tokens_mean"],
+        parts={name: statistics.mean(seconds[FIRST_STEADY_STEP:]) for name, seconds in curves["phase_seconds"].items()},
+        wall_seconds=found["wall_seconds"],
+        samples_per_step=found["config"]["run"]["groups_per_step"] * found["config"]["run"]["samples_per_prompt"],
+    )
+
+
+def run_trl(folder: Path, task: Task, side: Side, seed: int) -> Outcome:
+    """Run the task by TRL, in a process of its own environment."""
+    config = load_run_config(quickstart.CONFIG, [f"model.path={folder / 'model'}", *overrides_of(task, side, seed)], environment={})
+    run_file, result = folder / "trl-run.json", folder / "trl-result.json"
+    run_file.write_text(config.model_dump_json())
+    threads = {"OMP_NUM_THREADS": str(side.threads), "MKL_NUM_THREADS": str(side.threads)}
+    started = time.perf_counter()
+    environment.run("trl", "-m", "benchmarks.trl_run", str(run_file), str(result), settings=threads)
+    wall_seconds = time.perf_counter() - started
+    measured: dict[str, Any] = json.loads(result.read_text())
+    steady = measured["parts"][FIRST_STEADY_STEP:]
+    return Outcome(
+        step_seconds=measured["step_seconds"],
+        rewards=measured["rewards"],
+        completion_tokens=measured["completion_tokens"],
+        parts={name: statistics.mean(step[name] for step in steady) for name in steady[0]},
+        wall_seconds=wall_seconds,
+        samples_per_step=config.run.groups_per_step * config.run.samples_per_prompt,
+    )
+
+
+def measure(folder: Path, task: Task, sides: Sequence[Side], num_rounds: int) -> Outcomes:
+    """Run all sides in turn, each round beginning with another one."""
+    folder.mkdir()
+    prepare = [sys.executable, "-m", "relax_events.cli", "models", "prepare", str(quickstart.CONFIG), f"model.path={folder / 'model'}"]
+    subprocess.run([*prepare, *task.overrides], check=True, timeout=PREPARE_SECONDS, stdout=subprocess.DEVNULL)
+    outcomes: Outcomes = {side.name: [] for side in sides}
+    for seed in range(num_rounds):
+        first = seed % len(sides)
+        for side in (*sides[first:], *sides[:first]):
+            outcome = (run_trl if side.kind == "trl" else run_ours)(folder, task, side, seed)
+            outcomes[side.name].append(outcome)
+            print(f"{task.name}, {side.name}: {outcome.completions_per_second:.0f} completions/s, reward {outcome.last_reward:.3f}", file=sys.stderr)
+    return outcomes
+
+
+def rate_of(outcomes: Sequence[Outcome]) -> float:
+    """Return the median throughput of a side."""
+    return statistics.median(outcome.completions_per_second for outcome in outcomes)
+
+
+def best_of(outcomes: Outcomes, kind: str, sides: Sequence[Side] = SIDES) -> str:
+    """Return the fastest side of a kind."""
+    return max((side.name for side in sides if side.kind == kind and side.name in outcomes), key=lambda name: rate_of(outcomes[name]))
+
+
+def ratios(outcomes: Outcomes, side: str, other: str) -> list[float]:
+    """Return how many times the throughput of the other a side had, round by round."""
+    pairs = zip(outcomes[side], outcomes[other], strict=True)
+    return [mine.completions_per_second / theirs.completions_per_second for mine, theirs in pairs]
+
+
+def row_of(outcomes: Outcomes, side: str, *, is_learnt: bool) -> dict[str, str]:
+    """Sum up a side's runs."""
+    own = outcomes[side]
+    times = ratios(outcomes, side, best_of(outcomes, "trl"))
+    reached = [outcome.seconds_to_reward for outcome in own]
+    seconds = [value for value in reached if value is not None]
+    learnt = {
+        f"seconds to reward {REWARD_AIM:g}": f"{statistics.median(seconds):.1f}"
+        if len(seconds) == len(reached)
+        else f"in {len(seconds)} of {len(own)}",
+        f"reward of the last {NUM_LAST_STEPS} steps": f"{statistics.median(outcome.last_reward for outcome in own):.3f}",
+    }
+    return {
+        "side": side,
+        "completions/s": f"{rate_of(own):,.0f}",
+        "beside TRL's best": f"{statistics.median(times):.2f}x ({min(times):.2f} to {max(times):.2f})",
+        "ms a step": f"{1000 * statistics.median(second for outcome in own for second in outcome.step_seconds[FIRST_STEADY_STEP:]):.0f}",
+        "tokens a completion": f"{statistics.mean(statistics.mean(outcome.completion_tokens) for outcome in own):.1f}",
+        **(learnt if is_learnt else {}),
+        "start and end, s": f"{statistics.median(outcome.wall_seconds - sum(outcome.step_seconds) for outcome in own):.1f}",
+        "a step by its parts, ms": ", ".join(f"{name} {1000 * second:.0f}" for name, second in mean_parts(own).items()),
+    }
+
+
+def mean_parts(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Return where the time of a step went, largest part first."""
+    means = {name: statistics.mean(outcome.parts[name] for outcome in outcomes) for name in outcomes[0].parts}
+    return dict(sorted(means.items(), key=lambda item: -item[1]))
+
+
+def conclusion_of(task: Task, outcomes: Outcomes) -> str:
+    """Say which aims were reached."""
+    trl = best_of(outcomes, "trl")
+    sentences = []
+    for kind, aim in (("on-policy", ON_POLICY_AIM), ("async", ASYNC_AIM)):
+        side = best_of(outcomes, kind)
+        times = statistics.median(ratios(outcomes, side, trl))
+        sentences.append(f"{side}: {times:.2f}x the throughput of {trl}; aim {aim:g}x: {verdict(times >= aim)}.")
+        if task.is_learnt:
+            mine, theirs = (statistics.median(outcome.last_reward for outcome in outcomes[name]) for name in (side, trl))
+            reached = verdict(mine >= theirs - REWARD_MARGIN)
+            sentences.append(f"Its final reward is {mine:.3f}, TRL's {theirs:.3f}; aim no more than {REWARD_MARGIN:g} below: {reached}.")
+    return f"{task.name}: " + " ".join(sentences)
+
+
+def verdict(is_reached: bool) -> str:
+    """Say it in a word."""
+    return "reached" if is_reached else "missed"
+
+
+def publish(measured: Mapping[str, Outcomes], folder: Path = report.FOLDER) -> None:
+    """Write the page."""
+    tasks = [task for task in TASKS if task.name in measured]
+    report.write(
+        "trl",
+        title="Whole runs beside TRL",
+        question=QUESTION.format(version=environment.pinned("trl", "trl")),
+        command="python -m benchmarks.trl",
+        tables={
+            f"{task.name}, {task.num_steps} steps": [row_of(measured[task.name], side, is_learnt=task.is_learnt) for side in measured[task.name]]
+            for task in tasks
+        },
+        conclusion="\n".join(f"- {conclusion_of(task, measured[task.name])}" for task in tasks),
+        data={name: {side: [asdict(one) for one in own] for side, own in outcomes.items()} for name, outcomes in measured.items()},
+        folder=folder,
+    )
+
+
+def main() -> None:
+    """Measure all tasks and write the page."""
+    parser = argparse.ArgumentParser(description="Whole runs beside TRL's GRPOTrainer, on the same two cores.")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side, each with another seed")
+    parser.add_argument("--task", choices=[task.name for task in TASKS], help="measure this alone, print the figures, write no page")
+    parser.add_argument("--quick", action="store_true", help="one round of a few steps; prints the figures, writes no page")
+    arguments = parser.parse_args()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
+    num_rounds = 1 if arguments.quick else arguments.rounds
+    tasks = [replace(task, num_steps=FIRST_STEADY_STEP + 3) if arguments.quick else task for task in TASKS if arguments.task in (None, task.name)]
+    measured: dict[str, Outcomes] = {}
+    with tempfile.TemporaryDirectory(prefix="relax-trl-") as folder:
+        for task in tasks:
+            measured[task.name] = measure(Path(folder) / task.name, task, SIDES, num_rounds)
+            print(report.table_of([row_of(measured[task.name], side.name, is_learnt=task.is_learnt) for side in SIDES]))
+            print(conclusion_of(task, measured[task.name]), flush=True)
+    if not (arguments.quick or arguments.task):
+        publish(measured)
+
+
+if __name__ == "__main__":
+    main()
