@@ -25,13 +25,13 @@ class Rights:
 ROLE_RIGHTS = {
     "prompter": Rights(reads=("control.group-outcomes", "prompt.groups"), writes=("prompt.groups",)),
     "rollout": Rights(reads=("prompt.groups",), writes=("rollout.samples", "advantage.samples"), is_member=True),
-    "reward": Rights(reads=("rollout.samples",), writes=("reward.scores",), is_member=True),
-    "reference": Rights(reads=("rollout.samples",), writes=("reference.logprobs",), is_member=True),
-    "actor-forward": Rights(reads=("rollout.samples",), writes=("actor.logprobs",), is_member=True),
+    "reward": Rights(reads=("rollout.samples",), writes=("reward.scores", "advantage.samples"), is_member=True),
+    "reference": Rights(reads=("rollout.samples",), writes=("reference.logprobs", "advantage.samples"), is_member=True),
+    "actor-forward": Rights(reads=("rollout.samples",), writes=("actor.logprobs", "advantage.samples"), is_member=True),
     "critic": Rights(
         reads=("rollout.samples", "advantage.samples", "control.train-steps"), writes=("critic.values", "advantage.samples"), is_member=True
     ),
-    "teacher": Rights(reads=("rollout.samples",), writes=("teacher.logprobs",), is_member=True),
+    "teacher": Rights(reads=("rollout.samples",), writes=("teacher.logprobs", "advantage.samples"), is_member=True),
     "advantage": Rights(
         reads=("rollout.samples", "reward.scores", "reference.logprobs", "actor.logprobs", "critic.values", "teacher.logprobs"),
         writes=("advantage.samples",),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 OF_ENGINE = frozenset((
     "policy_loss", "kl_estimate", "clip_low_fraction", "clip_high_fraction", "clip_fraction", "mean_ratio", "mismatch_kl", "mismatch_mean_abs",
-    "mismatch_max_abs", "effective_sample_ratio", "correction_mean", "correction_clip_fraction", "masked_fraction",
+    "mismatch_max_abs", "effective_sample_ratio", "correction_mean", "correction_clip_fraction", "masked_fraction", "distill_loss", "teacher_kl",
 ))  # fmt: skip
 """Figures that compare the policy with the one that drew the samples, or say by what of it the loss differs from the policy's own."""
 

@@ -39,8 +39,8 @@ MORE = {
     "gdpo": ("algorithm.reward_weights={spread = 1.0, short = 0.5}",),
 }
 
-WITHOUT_CRITIC = [spec.name for spec in installed_algorithms() if "gae_lambda" not in spec.settings]
-"""The others need values in the record, which the source has none of; see test_critic."""
+OF_THIS_SOURCE = [spec.name for spec in installed_algorithms() if "gae_lambda" not in spec.settings and spec.learns_from != "pairs"]
+"""The others need what the source has not recorded: a critic's values (see test_critic), pairs of answers."""
 
 
 def curves_of(folder: Path, run_id: str) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def test_live_run_reports_what_there_was_to_correct(source: FinishedRun) -> None
     assert max(curves["masked_fraction"]) == 0
 
 
-@pytest.mark.parametrize("name", [*WITHOUT_CRITIC, "mine.py:MINE"])
+@pytest.mark.parametrize("name", [*OF_THIS_SOURCE, "mine.py:MINE"])
 def test_algorithm_trains_recorded_rollouts(name: str, relax: Relax, source: FinishedRun, run_id: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     where = ("--bootstrap-servers", source.config.broker.bootstrap_servers, "--directory", str(tmp_path / ".relax"))
