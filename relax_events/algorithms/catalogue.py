@@ -174,8 +174,8 @@ PPO = AlgorithmSpec(
         "kl_estimator": "k1",
     },
     reward_kl="token",
-    notes="The critic's own settings stand in `[critic]`. For the KL in the reward the last of these papers takes `kl_coefficient = 0.05`. A sample that was "
-    "cut off by its length ends like any other: nothing is put in the place of what might have come.",
+    notes="The critic's own settings stand in `[critic]`. For the KL in the reward the last of these papers takes `kl_coefficient = 0.05`. "
+    "A sample that was cut off by its length ends like any other: nothing is put in the place of what might have come.",
 )
 
 GDPO = AlgorithmSpec(
