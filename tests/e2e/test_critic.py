@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 import pytest
-from command_line import FinishedRun, Relax, call_relax, log_of, report_of
-from conftest import run_file_text
+from command_line import FinishedRun, Relax, call_relax, log_of, report_of, run_file_text
 
 from relax_events.algorithms.gae import GroupValues, generalised_advantages
 from relax_events.broker.connection import Connection
