@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from relax_events.broker.leases import GroupLeases, Lease, LeaseSource, ShareLeases
+from relax_events.broker.leases import GroupLeases, Lease, LeaseSource, ShareLeases, delivery_limit
 from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
 from relax_events.data.laying_out import LaidOutAnswer, sample_answers
@@ -36,7 +36,7 @@ from workers.opening import open_store, open_worker
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
 STEP_SECONDS = 0.25
-MAX_DELIVERIES = 4  # the broker drops a record after its tenth delivery, or its fifth where it has its own mind, and tells nobody
+MAX_DELIVERIES = 8  # one killed worker can cost several: its idle lanes take what the others dropped, until the broker has noticed each of them
 RELOAD_SECONDS = 2.0
 REMEMBERED_GROUPS = 1024  # a settlement that the broker missed brings its prompt group back within this many
 
@@ -112,6 +112,7 @@ class RolloutLoop:
         self._written: deque[str] = deque(maxlen=REMEMBERED_GROUPS)
         self._reload_after = 0.0
         self._refused_version = -1
+        self._max_deliveries = MAX_DELIVERIES
         self._asleep = False
 
     def run(self) -> None:
@@ -136,6 +137,8 @@ class RolloutLoop:
     def _open_leases(self) -> LeaseSource:
         kind: Any = ShareLeases if self._config.broker.lease == "share_group" else GroupLeases
         plan = self._worker.plan
+        if kind is ShareLeases:  # where the limit is reached the broker drops a record and tells nobody, so we give it up just before
+            self._max_deliveries = min(MAX_DELIVERIES, delivery_limit(self._worker.connection, plan.consumer_group("rollout")))
         source: LeaseSource = kind(
             self._worker.connection,
             group=plan.consumer_group("rollout"),
@@ -184,8 +187,8 @@ class RolloutLoop:
             lease.done()
         elif (group := self._at_work(event.prompt_group_id)) is not None:
             group.leases.append(lease)
-        elif lease.delivery_count > MAX_DELIVERIES:
-            self._fail(lease, f"given up after {MAX_DELIVERIES} deliveries: each worker that took it died or was stopped")
+        elif lease.delivery_count >= self._max_deliveries:
+            self._fail(lease, f"given up at its delivery number {lease.delivery_count}: the workers that took it died or were stopped")
         else:
             try:
                 self._waiting.append(self._rendered(lease, event))

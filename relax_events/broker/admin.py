@@ -158,6 +158,12 @@ class Admin:
         """Change settings of a consumer group or share group."""
         self._alter(ResourceType.GROUP, name, settings)
 
+    def group_settings(self, name: str) -> dict[str, str]:
+        """Return the settings of a consumer group or share group, the broker's own where none were made."""
+        resource = ConfigResource(ResourceType.GROUP, name)
+        (future,) = self._client.describe_configs([resource], request_timeout=self._timeout_seconds).values()
+        return {key: entry.value for key, entry in self._result(future, f"describing group {name}").items() if entry.value is not None}
+
     def _alter(self, kind: Any, name: str, settings: Mapping[str, str]) -> None:
         entries = [ConfigEntry(key, value, incremental_operation=AlterConfigOpType.SET) for key, value in settings.items()]
         for future in self._client.incremental_alter_configs([ConfigResource(kind, name, incremental_configs=entries)]).values():

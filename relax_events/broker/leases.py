@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import structlog
 from confluent_kafka import AcknowledgeType, KafkaError, KafkaException, ShareConsumer
 
+from relax_events.broker.admin import Admin
 from relax_events.broker.connection import Connection, error_of, translate
 from relax_events.broker.consumer import GroupConsumer
 from relax_events.broker.deadline import Deadline
@@ -27,6 +28,9 @@ from relax_events.events.types import TopicOffset
 log = structlog.get_logger()
 POLL_SECONDS = 1.0
 LEAVE_SECONDS = POLL_SECONDS + 5
+LONGEST_WORK_MS = 86_400_000
+"""A lane that works does not poll, and by default leaves the group after five minutes; how long it may hold a record is the broker's to say."""
+USUAL_DELIVERY_LIMIT = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,16 @@ class Lease:
     def release(self) -> None:
         """The work was not finished: another worker may have the record at once."""
         self.settle(False)
+
+
+def delivery_limit(connection: Connection, group: str) -> int:
+    """Return after how many deliveries the broker drops a record of a share group; what brokers do by themselves if it does not tell us."""
+    try:
+        settings = Admin(connection).group_settings(group)
+    except BrokerError as error:
+        log.info("deliveries.unknown", error=str(error), assumed=USUAL_DELIVERY_LIMIT)
+        return USUAL_DELIVERY_LIMIT
+    return int(settings.get("share.delivery.count.limit", USUAL_DELIVERY_LIMIT))
 
 
 class LeaseSource(Protocol):
@@ -123,7 +137,9 @@ class _Lane:
     """One share consumer and the thread that waits for it."""
 
     def __init__(self, connection: Connection, group: str, topic: str, source: ShareLeases) -> None:
-        self._settings = connection.settings(group_id=group, share_acknowledgement_mode="explicit", max_poll_records=1)
+        self._settings = connection.settings(
+            group_id=group, share_acknowledgement_mode="explicit", max_poll_records=1, max_poll_interval_ms=LONGEST_WORK_MS
+        )
         self._source, self._connection, self._topic = source, connection, topic
         self._consumer: Any | None = self._joined()
         self.settlement: queue.SimpleQueue[bool] = queue.SimpleQueue()

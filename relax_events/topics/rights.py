@@ -19,12 +19,13 @@ class Rights:
     writes: tuple[str, ...] = ()
     describes: tuple[str, ...] = ()
     is_member: bool = False
+    has_queue: bool = False  # its group says after how many deliveries a record is dropped
     is_transactional: bool = False
 
 
 ROLE_RIGHTS = {
     "prompter": Rights(reads=("control.group-outcomes", "prompt.groups"), writes=("prompt.groups",)),
-    "rollout": Rights(reads=("prompt.groups",), writes=("rollout.samples", "advantage.samples"), is_member=True),
+    "rollout": Rights(reads=("prompt.groups",), writes=("rollout.samples", "advantage.samples"), is_member=True, has_queue=True),
     "reward": Rights(reads=("rollout.samples",), writes=("reward.scores", "advantage.samples"), is_member=True),
     "reference": Rights(reads=("rollout.samples",), writes=("reference.logprobs", "advantage.samples"), is_member=True),
     "actor-forward": Rights(reads=("rollout.samples",), writes=("actor.logprobs", "advantage.samples"), is_member=True),
@@ -107,6 +108,8 @@ def _of_roles(run_id: str) -> Iterable[Acl]:
         yield Acl(username, "group", f"{prefix}{role}-", "prefixed", "describe")
         if rights.is_member:
             yield Acl(username, "group", prefix + role, "literal", "read")
+        if rights.has_queue:
+            yield Acl(username, "group", prefix + role, "literal", "describe_configs")
         if rights.is_transactional:
             yield from (Acl(username, "transactional_id", f"{prefix}{role}.", "prefixed", operation) for operation in ("write", "describe"))
 

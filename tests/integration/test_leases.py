@@ -14,9 +14,10 @@ from broker_steps import TIMEOUT_SECONDS, next_line, other_process, turn_until
 
 from relax_events.broker.admin import Admin
 from relax_events.broker.connection import Connection
-from relax_events.broker.leases import GroupLeases, Lease, LeaseSource, ShareLeases
+from relax_events.broker.leases import GroupLeases, Lease, LeaseSource, ShareLeases, delivery_limit
 from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord
+from relax_events.errors import AccessDenied
 
 HOLDER = """
 import sys, queue
@@ -221,3 +222,17 @@ def test_records_of_partitions_that_come_while_all_lanes_are_taken_are_not_lost(
             lease.done()
         assert seen == {"a", "b", "c", "d"}
         assert other.record.key in seen
+
+
+def test_delivery_limit_is_the_groups_own_or_else_the_brokers(connection: Connection, admin: Admin, make_share_group: Callable[[str], str]) -> None:
+    own, other = make_share_group("own"), make_share_group("other")
+    admin.alter_group(own, {"share.delivery.count.limit": "10"})
+    assert (delivery_limit(connection, own), delivery_limit(connection, other)) == (10, 5)
+
+
+def test_delivery_limit_is_the_usual_one_where_the_broker_does_not_say(connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(self: Admin, name: str) -> dict[str, str]:
+        raise AccessDenied(f"describing group {name}: no right")
+
+    monkeypatch.setattr(Admin, "group_settings", denied)
+    assert delivery_limit(connection, "rollout") == 5

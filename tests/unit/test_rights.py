@@ -55,7 +55,9 @@ def test_decisions_have_one_writer(entity: str, writers: set[str]) -> None:
 
 def test_roles_neither_make_nor_alter_nor_delete() -> None:
     roles = {username_of("demo", role) for role in ROLE_RIGHTS}
-    assert {acl.operation for acl in ACLS if acl.username in roles} == {"read", "write", "describe"}
+    assert {acl.operation for acl in ACLS if acl.username in roles} == {"read", "write", "describe", "describe_configs"}
+    looked_at = [(acl.username, acl.resource, acl.name) for acl in ACLS if acl.username in roles and acl.operation == "describe_configs"]
+    assert looked_at == [("relax.demo.rollout", "group", "relax.demo.rollout")]
 
 
 def test_only_the_trainer_has_a_transactional_id_and_it_is_the_planned_one() -> None:
