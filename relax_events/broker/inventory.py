@@ -17,13 +17,11 @@ GROUP_SETTINGS = (
     "consumer.session.timeout.ms",
     "consumer.heartbeat.interval.ms",
     "consumer.assignment.interval.ms",
-    "consumer.assignor.offload.enable",
     "share.auto.offset.reset",
     "share.isolation.level",
     "share.record.lock.duration.ms",
     "share.delivery.count.limit",
     "share.assignment.interval.ms",
-    "share.assignor.offload.enable",
 )
 
 

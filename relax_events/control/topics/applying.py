@@ -14,9 +14,9 @@ from relax_events.topics import TopicPlan, TopicSpec
 
 CONSUMER_ROLES = ("reward", "reference", "actor-forward", "critic", "teacher", "advantage")
 FOREVER = -1
-ASSIGNED_AT_ONCE = {"consumer.assignment.interval.ms": "0", "consumer.assignor.offload.enable": "false"}
-SHARED_AT_ONCE = {"share.assignment.interval.ms": "0", "share.assignor.offload.enable": "false"}
-"""A broker that assigns later, on another thread, can forget to when its coordinator is loaded anew in between (4.3.1)."""
+ASSIGNED_AT_ONCE = {"consumer.assignment.interval.ms": "0"}
+SHARED_AT_ONCE = {"share.assignment.interval.ms": "0"}
+"""A broker that puts an assignment off can forget it when its coordinator is loaded anew in between (4.3.1)."""
 DELIVERY_LIMIT = 10
 """Deliveries after which the broker drops a prompt group: the most that brokers allow as they come, so that a worker gives it up before."""
 DANGERS = {
