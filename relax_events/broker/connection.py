@@ -81,10 +81,10 @@ def translate(error: KafkaError, what: str) -> BrokerError:
     text = f"{what}: {error.name()} {error.str()}"
     if error.code() in FENCED:
         return Fenced(f"{text}; another instance of this role took over")
-    if error.fatal() or error.code() == KafkaError._FATAL:
-        return ClientFailed(text)
     if error.code() in REFUSED:
         return AccessDenied(f"{text}; {REMEDIES[error.code()]}") if error.code() in REMEDIES else BrokerRefused(text)
+    if error.fatal() or error.code() == KafkaError._FATAL:
+        return ClientFailed(text)
     if error.code() in UNAVAILABLE or error.retriable():
         return BrokerUnavailable(text)
     return BrokerError(text)

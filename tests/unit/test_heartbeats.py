@@ -7,7 +7,7 @@ from confluent_kafka import KafkaError
 
 from relax_events.broker.connection import translate
 from relax_events.broker.heartbeats import SILENT_SECONDS, STATISTICS_SECONDS, HeartbeatWatch
-from relax_events.errors import BrokerError, BrokerUnavailable, ClientFailed, Fenced
+from relax_events.errors import AccessDenied, BrokerError, BrokerUnavailable, ClientFailed, Fenced
 
 
 def statistics(seconds: float, *, sent: int, listed: int = 4, coordinator: str = "UP", broker: str = "UP", by_name: bool = False) -> str:
@@ -69,6 +69,7 @@ def test_time_in_which_the_process_stood_still_does_not_count() -> None:
         (KafkaError(KafkaError._FATAL, "the group id does not exist"), ClientFailed),
         (KafkaError(KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER, "a gap", fatal=True), ClientFailed),
         (KafkaError(KafkaError.PRODUCER_FENCED, "another one", fatal=True), Fenced),
+        (KafkaError(KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, "not yours", fatal=True), AccessDenied),
         (KafkaError(KafkaError._TRANSPORT, "gone"), BrokerUnavailable),
         (KafkaError(KafkaError.UNKNOWN, "what"), BrokerError),
     ],
