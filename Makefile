@@ -24,11 +24,12 @@ setup: .venv/.ready ## Make the virtual environment (downloads about 2.5 GB, nea
 quickstart: setup ## Train a tiny model on this machine, every role its own process, on a real Kafka broker
 	$(BIN)/relax run configs/quickstart.toml
 
-test: setup ## Run all tests
-	$(BIN)/python -m pytest -q
+test: setup ## Run all tests: those without a broker two at a time, the others one by one
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/unit tests/property
+	$(BIN)/python -m pytest -q tests/e2e tests/fault tests/integration
 
 test-fast: setup ## Run the tests that need no broker
-	$(BIN)/python -m pytest -q tests/unit tests/property
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/unit tests/property
 
 faults: setup ## Run the whole fault matrix and all other long tests
 	$(BIN)/python -m pytest -q tests/fault

@@ -73,6 +73,7 @@ def events_of(bootstrap_servers: str, run_id: str, entity: str, *, num_partition
     return [codec.decode(record.value) for record in records]
 
 
+@pytest.mark.long
 def test_run_mixes_datasets_and_evaluates_its_versions(relax: Relax, mixed_run: Path, bootstrap_servers: str, run_id: str) -> None:
     server = f"broker.bootstrap_servers={bootstrap_servers}"
     checked = relax("doctor", mixed_run, server)

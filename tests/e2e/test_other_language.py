@@ -87,6 +87,7 @@ def ask(relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, guest
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_java_guest_gets_samples_of_its_own_prompts(
     ask: Callable[..., Asked], relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str
 ) -> None:

@@ -117,6 +117,7 @@ def test_uniform_prompt_groups_are_filtered_and_replaced(relax: Relax, run_file:
     assert report["outcomes"]["issued"] >= report["outcomes"]["trained"] + report["outcomes"]["filtered"]
 
 
+@pytest.mark.long
 def test_word_problems_go_through_the_same_pipe(
     relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, tmp_path: Path, prepared: Path
 ) -> None:

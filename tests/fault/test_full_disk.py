@@ -54,6 +54,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
     opened.close()
 
 
+@pytest.mark.long
 def test_trainer_says_that_the_disk_is_full_and_goes_on_when_there_is_room(start_run: Callable[..., FaultRun], disk: SmallDisk) -> None:
     run = start_run(run={"num_steps": 16}, objects={"uri": disk.folder.as_uri()})
     run.start()

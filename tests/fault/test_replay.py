@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from harness import WORKER_SECONDS, FaultRun, assert_books_balance
 
 STEPS = 14
 SYNC: dict[str, Any] = {"run": {"num_steps": STEPS, "mode": "sync", "max_staleness": 0, "seed": 7}}
 
 
+@pytest.mark.long
 def test_sync_run_repeats_bit_for_bit_when_the_trainer_is_killed(start_run: Callable[..., FaultRun]) -> None:
     first, second = (undisturbed(start_run(**SYNC)) for _ in range(2))
     assert curves(second) == curves(first)
