@@ -12,7 +12,6 @@ import queue
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ import structlog
 from relax_events.broker.leases import GroupLeases, Lease, LeaseSource, ShareLeases, delivery_limit
 from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
-from relax_events.data.laying_out import LaidOutAnswer, sample_answers
+from relax_events.data.laying_out import sample_answers
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
 from relax_events.errors import ConfigError, CorruptRecord, ObjectError, PoisonSample, WeightsError
@@ -31,6 +30,7 @@ from relax_events.pipeline.validation import check_issued
 from relax_events.pipeline.worker import Worker
 from relax_events.plugins import ENGINES, find_plugin
 from relax_events.weights.transport import StoreTransport, VersionsOnly, WeightsTransport
+from workers.group_in_work import GroupInWork
 from workers.opening import open_store, open_worker
 
 log = structlog.get_logger()
@@ -39,37 +39,6 @@ STEP_SECONDS = 0.25
 MAX_DELIVERIES = 8  # one killed worker can cost several: its idle lanes take what the others dropped, until the broker has noticed each of them
 RELOAD_SECONDS = 2.0
 REMEMBERED_GROUPS = 1024  # a settlement that the broker missed brings its prompt group back within this many
-
-
-@dataclass(slots=True)
-class GroupInWork:
-    """A leased prompt group and what has been generated of it.
-
-    It has several leases when its prompt was delivered again while it was at work: the broker was away and forgot who
-    holds what, the lease lapsed, or a prompter that died in the middle had issued it twice.
-    """
-
-    leases: list[Lease]
-    issued: PromptGroupIssued
-    prompt_tokens: np.ndarray
-    answers: tuple[LaidOutAnswer, ...] = ()
-    """By sample index, where the data bring them and nothing is generated."""
-    samples: list[GeneratedSample] = field(default_factory=list)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every sample has been generated."""
-        return len(self.samples) == self.issued.samples_per_prompt
-
-    def done(self) -> None:
-        """Settle all leases: the work is finished and safe."""
-        for lease in self.leases:
-            lease.done()
-
-    def release(self) -> None:
-        """Settle all leases: the work was not finished."""
-        for lease in self.leases:
-            lease.release()
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
