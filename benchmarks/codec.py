@@ -12,7 +12,8 @@ import time
 import numpy as np
 
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import FinishReason, SampleReady
+from relax_events.events.parts import FinishReason
+from relax_events.events.types import SampleReady
 
 NUM_TOKENS = 4096
 NUM_EVENTS = 2000

@@ -25,7 +25,7 @@ from relax_events.broker.deadline import Deadline
 from relax_events.broker.embedded import EmbeddedBroker
 from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import POLICY_VERSION_HEADER, OutRecord, Record
-from relax_events.events.types import TopicOffset
+from relax_events.events.parts import TopicOffset
 from relax_events.policy.window import is_expired, skip_targets
 
 LENGTHS = (1_000, 10_000, 100_000, 1_000_000)

@@ -21,7 +21,7 @@ from benchmarks.profiles import Timing
 from relax_events.config import EngineConfig, ModelConfig
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest, SampleRequest
 from relax_events.errors import PoisonSample
-from relax_events.events.types import FinishReason, VersionSegment
+from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.weights import Weights
 
 LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz      ", np.uint8).astype(np.int32)

@@ -6,11 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from relax_events.events.parts import ChatMessage, FinishReason, ObjectRef, Outcome, TopicOffset, VersionSegment
 from relax_events.events.types import (
-    ChatMessage,
-    FinishReason,
-    ObjectRef,
-    Outcome,
     PolicyVersionPublished,
     PromptGroupEnded,
     PromptGroupIssued,
@@ -18,9 +15,7 @@ from relax_events.events.types import (
     SampleReady,
     SampleRolledOut,
     SampleScored,
-    TopicOffset,
     TrainStepCommitted,
-    VersionSegment,
 )
 from relax_events.policy import IssuedGroup
 

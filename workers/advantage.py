@@ -19,18 +19,9 @@ from relax_events.broker.deadline import Deadline
 from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
 from relax_events.errors import CorruptRecord, PoisonSample, RewardError
+from relax_events.events.parts import Array, Outcome, TopicOffset
 from relax_events.events.tensors import dense
-from relax_events.events.types import (
-    Array,
-    Event,
-    Outcome,
-    PolicyVersionPublished,
-    SampleEvaluated,
-    SampleReady,
-    SampleRolledOut,
-    SampleScored,
-    TopicOffset,
-)
+from relax_events.events.types import Event, PolicyVersionPublished, SampleEvaluated, SampleReady, SampleRolledOut, SampleScored
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.join import GroupJoin, JoinedGroup
 from relax_events.pipeline.validation import check_sample

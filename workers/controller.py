@@ -14,7 +14,8 @@ from relax_events.config import RunConfig
 from relax_events.control.run_state import FOLLOWED, RunState
 from relax_events.control.topics.purger import Purger
 from relax_events.control.topics.retention import RetentionKeeper
-from relax_events.events.types import Command, Event, RunCommanded, WorkerState, now_micros
+from relax_events.events.parts import Command, WorkerState, now_micros
+from relax_events.events.types import Event, RunCommanded
 from relax_events.pipeline.control import ControlFollower
 from relax_events.pipeline.description import describe, is_told
 from relax_events.pipeline.failpoints import failpoint

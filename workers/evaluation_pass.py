@@ -14,7 +14,8 @@ from relax_events.data.rows import PromptRow, PromptSource
 from relax_events.data.tally import EvaluationTally
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
 from relax_events.errors import PoisonSample, RewardError, RunFailed
-from relax_events.events.types import FinishReason, PolicyEvaluated
+from relax_events.events.parts import FinishReason
+from relax_events.events.types import PolicyEvaluated
 from relax_events.rewards.pool import RewardItem, RewardPool
 
 log = structlog.get_logger()

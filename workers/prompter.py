@@ -30,7 +30,8 @@ from relax_events.data.rendering import PromptRenderer
 from relax_events.data.sources import open_stream
 from relax_events.data.stream import PromptStream
 from relax_events.errors import CorruptRecord, PoisonSample, SchemaError
-from relax_events.events.types import Event, Outcome, PolicyVersionPublished, PromptGroupEnded, PromptGroupIssued
+from relax_events.events.parts import Outcome
+from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupEnded, PromptGroupIssued
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.validation import check_issued
 from relax_events.pipeline.worker import Worker

@@ -24,7 +24,8 @@ from relax_events.data.laying_out import sample_answers
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
 from relax_events.errors import ConfigError, CorruptRecord, ObjectError, PoisonSample, WeightsError
-from relax_events.events.types import Event, FinishReason, Outcome, PolicyVersionPublished, PromptGroupIssued, SampleRolledOut, VersionSegment
+from relax_events.events.parts import FinishReason, Outcome, VersionSegment
+from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupIssued, SampleRolledOut
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.validation import check_issued
 from relax_events.pipeline.worker import Worker

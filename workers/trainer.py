@@ -24,7 +24,8 @@ from relax_events.broker.consumer import LogReader
 from relax_events.broker.records import Record
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError, CorruptRecord, PoisonSample
-from relax_events.events.types import CheckpointRef, PromptGroupEnded, SampleReady, TrainStepCommitted
+from relax_events.events.parts import CheckpointRef
+from relax_events.events.types import PromptGroupEnded, SampleReady, TrainStepCommitted
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.source_run import SourceRun

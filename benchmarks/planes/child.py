@@ -13,7 +13,7 @@ import time
 from typing import Any, TextIO
 
 from benchmarks.planes.protocol import Cell, Got, Plane, Reader, Writer
-from relax_events.events.types import now_micros
+from relax_events.events.parts import now_micros
 
 STALL_SECONDS = 60.0
 WAIT_SECONDS = 1.0

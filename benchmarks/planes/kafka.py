@@ -17,7 +17,8 @@ from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import POLICY_VERSION_HEADER, OutRecord, Record
 from relax_events.config import BrokerConfig
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import SampleReady, TopicOffset, now_micros
+from relax_events.events.parts import TopicOffset, now_micros
+from relax_events.events.types import SampleReady
 from relax_events.pipeline.map_role import next_offsets
 from relax_events.topics import TopicPlan
 

@@ -10,7 +10,8 @@ import redis
 from benchmarks.planes.protocol import UNDER_WAY, Got
 from benchmarks.planes.samples import copy_of, sample
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import SampleReady, now_micros
+from relax_events.events.parts import now_micros
+from relax_events.events.types import SampleReady
 
 FIELD = b"sample"
 MEMBER = "reader"

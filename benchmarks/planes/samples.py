@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_events.events.types import FinishReason, SampleReady
+from relax_events.events.parts import FinishReason
+from relax_events.events.types import SampleReady
 
 BYTES_PER_TOKEN = 13  # int32 token, uint8 mask, two float32
 SAMPLES_PER_PROMPT = 8

@@ -23,7 +23,7 @@ from confluent_kafka.admin import (
 from relax_events.broker.connection import Connection, error_of, translate
 from relax_events.broker.deadline import Deadline
 from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable
-from relax_events.events.types import TopicOffset
+from relax_events.events.parts import TopicOffset
 from relax_events.topics.plan import TopicSpec
 
 VISIBLE_EVERY_SECONDS = 0.02

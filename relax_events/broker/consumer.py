@@ -17,7 +17,7 @@ from relax_events.broker.heartbeats import STATISTICS_SECONDS, HeartbeatWatch
 from relax_events.broker.records import Record, logged
 from relax_events.errors import BrokerError, BrokerUnavailable, ClientFailed
 from relax_events.events.container import LoggedRecord
-from relax_events.events.types import TopicOffset
+from relax_events.events.parts import TopicOffset
 
 log = structlog.get_logger()
 STREAMED_AT_ONCE = 500

@@ -23,7 +23,7 @@ from relax_events.broker.consumer import GroupConsumer
 from relax_events.broker.deadline import Deadline
 from relax_events.broker.records import Record
 from relax_events.errors import AccessDenied, BrokerError, ClientFailed
-from relax_events.events.types import TopicOffset
+from relax_events.events.parts import TopicOffset
 
 log = structlog.get_logger()
 POLL_SECONDS = 1.0

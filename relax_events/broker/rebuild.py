@@ -21,7 +21,7 @@ from relax_events.broker.connection import Connection, error_of, translate
 from relax_events.broker.deadline import Deadline
 from relax_events.errors import BrokerError, BrokerUnavailable
 from relax_events.events.container import LoggedRecord
-from relax_events.events.types import TopicOffset
+from relax_events.events.parts import TopicOffset
 
 WRITE_SECONDS = 120.0
 TRANSACTION_SECONDS = 60

@@ -14,7 +14,8 @@ from relax_events.cli.output import print_table
 if TYPE_CHECKING:
     from relax_events.control.samples.detail import SampleDetail, TokenRow
     from relax_events.control.samples.view import SampleLine
-    from relax_events.events.types import ContentPart, SampleScored
+    from relax_events.events.parts import ContentPart
+    from relax_events.events.types import SampleScored
 
 HEAD = f"{'sample':<17} {'version':>7}  {'outcome':<13} {'reward':>7} {'tokens':>6}  {'end':<6}  completion"
 FIXED_WIDTH = len(HEAD) - len("completion")

@@ -31,7 +31,8 @@ from relax_events.control.supervisor import Supervisor
 from relax_events.control.topics.applying import apply_topics
 from relax_events.control.topics.lag import consumer_lag
 from relax_events.errors import BrokerError, CheckFailed, RunFailed
-from relax_events.events.types import Command, Event, RunCommanded, now_micros
+from relax_events.events.parts import Command, now_micros
+from relax_events.events.types import Event, RunCommanded
 from relax_events.pipeline.control import ControlFollower
 from relax_events.pipeline.drain import Drain
 from relax_events.telemetry.logs import configure_logs

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from relax_events.events.parts import Command, Outcome
 from relax_events.events.types import (
-    Command,
     Event,
     MetricsReported,
-    Outcome,
     PolicyEvaluated,
     PolicyVersionPublished,
     PromptGroupEnded,

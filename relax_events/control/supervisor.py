@@ -17,7 +17,8 @@ from relax_events.broker.credentials import SHARED_VARIABLES, credential_environ
 from relax_events.config import RunConfig
 from relax_events.control.orphans import VARIABLE
 from relax_events.errors import BrokerRefused, ConfigError, Fenced, RunFailed, SchemaError
-from relax_events.events.types import WorkerBeat, WorkerState, now_micros
+from relax_events.events.parts import WorkerState, now_micros
+from relax_events.events.types import WorkerBeat
 
 log = structlog.get_logger()
 FATAL_CODES = {kind.exit_code: kind for kind in (ConfigError, SchemaError)}

@@ -11,7 +11,7 @@ from relax_events.config import RowsConfig
 from relax_events.data.completions import checked_completion, divided, pair_of
 from relax_events.data.rows import PromptRow, with_system_prompt
 from relax_events.errors import ConfigError
-from relax_events.events.types import ChatMessage
+from relax_events.events.parts import ChatMessage
 
 KINDS = {type(None): "null", dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
 

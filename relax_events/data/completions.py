@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from relax_events.errors import ConfigError
-from relax_events.events.types import ChatMessage
+from relax_events.events.parts import ChatMessage
 
 ASSISTANT = "assistant"
 Messages = list[ChatMessage]

@@ -10,7 +10,7 @@ import orjson
 from relax_events.config import RowsConfig
 from relax_events.data.rows import PromptRow, UnfitRows, with_system_prompt
 from relax_events.errors import ConfigError, EnvironmentProblem
-from relax_events.events.types import ChatMessage
+from relax_events.events.parts import ChatMessage
 
 SEED_STRIDE = 1_000_003  # A task's problem i comes from seed + i; the stride keeps the problems of neighbouring runs apart.
 

@@ -12,7 +12,8 @@ from relax_events.data.completions import ASSISTANT
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow
 from relax_events.errors import PoisonSample
-from relax_events.events.types import ChatMessage, PromptGroupIssued
+from relax_events.events.parts import ChatMessage
+from relax_events.events.types import PromptGroupIssued
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from relax_events.config import DataConfig
 from relax_events.data.tokenizer_folder import FolderTokenizer
 from relax_events.errors import ConfigError, PoisonSample
-from relax_events.events.types import ChatMessage
+from relax_events.events.parts import ChatMessage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from relax_events.errors import ConfigError
-from relax_events.events.types import ChatMessage
+from relax_events.events.parts import ChatMessage
 
 NUM_NAMED = 8
 

@@ -14,7 +14,7 @@ from typing import Literal
 from relax_events.config import EngineConfig, ModelConfig
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest, SampleRequest
 from relax_events.errors import PoisonSample
-from relax_events.events.types import FinishReason
+from relax_events.events.parts import FinishReason
 from relax_events.weights import Weights
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_events.config import SamplingConfig
-from relax_events.events.types import FinishReason, MediaRef, VersionSegment
+from relax_events.events.parts import FinishReason, MediaRef, VersionSegment
 from relax_events.weights import Weights
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from relax_events.config import SamplingConfig
 from relax_events.engines.protocol import GeneratedSample
 from relax_events.engines.sampling import RowSampling
-from relax_events.events.types import FinishReason, VersionSegment
+from relax_events.events.parts import FinishReason, VersionSegment
 
 NO_TOKEN = -1
 

@@ -34,7 +34,7 @@ from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.engines.requests import admitted_samples
 from relax_events.engines.rows import RowTable, Sample
 from relax_events.engines.sampling import draw, top_tokens, uniforms
-from relax_events.events.types import FinishReason
+from relax_events.events.parts import FinishReason
 from relax_events.weights import Weights
 
 TOKEN_BLOCK = 16

@@ -10,8 +10,8 @@ from enum import StrEnum
 from functools import cache
 from typing import Any
 
+from relax_events.events.parts import Array
 from relax_events.events.tensors import pack, unpack
-from relax_events.events.types import Array
 
 Converter = Callable[[Any], Any]
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_events.errors import CorruptRecord
-from relax_events.events.types import Array, ObjectRef, StoredArray
+from relax_events.events.parts import Array, ObjectRef, StoredArray
 
 DTYPES = {name: np.dtype(name) for name in ("|u1", "|i1", "|b1", "<i2", "<i4", "<i8", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8")}
 

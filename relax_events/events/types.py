@@ -1,165 +1,23 @@
-"""The events, one slotted dataclass for each Avro record of the same name in `schemas/`.
-
-Arrays are numpy views on the record's bytes (read-only, little-endian, C order), or a `StoredArray` when the array
-travelled by claim check and has not been fetched. Times are microseconds since the epoch, UTC.
-"""
+"""The events, one slotted dataclass for each Avro record of the same name in `schemas/`; see `parts` for what they hold."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-import numpy as np
-from numpy.typing import NDArray
-
-
-def now_micros() -> int:
-    """Return the time now, in microseconds since the epoch (UTC)."""
-    return time.time_ns() // 1000
-
-
-class FinishReason(StrEnum):
-    """Why a sample ended."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-    ERROR = "error"
-
-
-class Outcome(StrEnum):
-    """How a prompt group ended."""
-
-    TRAINED = "trained"
-    FILTERED = "filtered"
-    EXPIRED = "expired"
-    FAILED = "failed"
-
-
-class Modality(StrEnum):
-    """What a content part is."""
-
-    TEXT = "text"
-    IMAGE = "image"
-    AUDIO = "audio"
-    VIDEO = "video"
-
-
-class Command(StrEnum):
-    """What the controller asks for."""
-
-    PAUSE = "pause"
-    RESUME = "resume"
-    DRAIN = "drain"
-    STOP = "stop"
-    RESTART = "restart"
-    SCALE = "scale"
-    PHASE = "phase"
-    UNKNOWN = "unknown"
-
-
-class WorkerState(StrEnum):
-    """What a work loop is at."""
-
-    STARTING = "starting"
-    WORKING = "working"
-    IDLE = "idle"
-    DRAINING = "draining"
-    STOPPED = "stopped"
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectRef:
-    """Where a large thing lies in the object store, and how to know that it is the right one."""
-
-    uri: str
-    digest: bytes
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoredArray:
-    """An array that lies in the object store."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    reference: ObjectRef
-
-    def __len__(self) -> int:
-        """Return the length of the first axis, as numpy does; nothing is fetched."""
-        return self.shape[0]
-
-
-Array = NDArray[np.generic] | StoredArray
-
-
-@dataclass(frozen=True, slots=True)
-class MediaRef:
-    """An image, a sound or a clip by content address."""
-
-    uri: str
-    digest: bytes
-    media_type: str
-    num_bytes: int
-    width: int | None = None
-    height: int | None = None
-    num_frames: int | None = None
-    rate_hertz: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ContentPart:
-    """A piece of a chat message: text or media."""
-
-    kind: Modality
-    text: str | None = None
-    media: MediaRef | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """A message of a conversation."""
-
-    role: str
-    parts: list[ContentPart]
-
-    @classmethod
-    def of_text(cls, role: str, text: str) -> ChatMessage:
-        """Make a message of text alone."""
-        return cls(role, [ContentPart(Modality.TEXT, text)])
-
-    @property
-    def text(self) -> str:
-        """All text of the message, joined."""
-        return "".join(part.text or "" for part in self.parts)
-
-
-@dataclass(frozen=True, slots=True)
-class VersionSegment:
-    """A run of generated tokens that came from one policy version."""
-
-    policy_version: int
-    num_tokens: int
-    kept_cache: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TopicOffset:
-    """A position in the log."""
-
-    topic: str
-    partition: int
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointRef:
-    """A trainer state in the object store."""
-
-    policy_version: int
-    uri: str
-    digest: bytes
+from relax_events.events.parts import (
+    Array,
+    ChatMessage,
+    CheckpointRef,
+    Command,
+    FinishReason,
+    MediaRef,
+    ObjectRef,
+    Outcome,
+    TopicOffset,
+    VersionSegment,
+    WorkerState,
+    now_micros,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

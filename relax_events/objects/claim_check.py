@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_events.errors import ObjectError
-from relax_events.events.types import StoredArray
+from relax_events.events.parts import StoredArray
 from relax_events.objects.store import ObjectStore
 
 if TYPE_CHECKING:

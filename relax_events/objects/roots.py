@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_events.errors import ObjectError
-from relax_events.events.types import MediaRef
+from relax_events.events.parts import MediaRef
 from relax_events.objects.store import KEY_PATTERN
 
 

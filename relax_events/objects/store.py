@@ -11,7 +11,7 @@ from typing import Self
 import obstore
 
 from relax_events.errors import ObjectError
-from relax_events.events.types import ObjectRef
+from relax_events.events.parts import ObjectRef
 from relax_events.objects.backends import Backend, Deadlines, open_backend, translated
 
 PART_BYTES = 16 * 1024**2

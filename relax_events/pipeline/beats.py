@@ -7,7 +7,8 @@ import socket
 import time
 from collections.abc import Callable
 
-from relax_events.events.types import MetricsReported, WorkerBeat, WorkerState, now_micros
+from relax_events.events.parts import WorkerState, now_micros
+from relax_events.events.types import MetricsReported, WorkerBeat
 
 Send = Callable[[WorkerBeat | MetricsReported], None]
 REPORT_EVERY_BEATS = 5

@@ -12,7 +12,8 @@ from relax_events.broker.consumer import LogReader
 from relax_events.broker.records import Record
 from relax_events.errors import AccessDenied, BrokerError, CorruptRecord, RelaxError, SchemaError
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import Command, Event, PolicyVersionPublished, RunCommanded
+from relax_events.events.parts import Command
+from relax_events.events.types import Event, PolicyVersionPublished, RunCommanded
 from relax_events.topics import TopicPlan
 
 log = structlog.get_logger()

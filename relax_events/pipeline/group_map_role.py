@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from relax_events.broker.deadline import Deadline
 from relax_events.broker.records import Record
-from relax_events.events.types import SampleRolledOut, TopicOffset
+from relax_events.events.parts import TopicOffset
+from relax_events.events.types import SampleRolledOut
 from relax_events.pipeline.join import GroupJoin
 from relax_events.pipeline.map_role import Fit, Handle, MapRole
 from relax_events.pipeline.worker import Worker

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from relax_events.broker.records import Record
 from relax_events.errors import RewardError
-from relax_events.events.types import SampleEvaluated, SampleRolledOut, SampleScored, TopicOffset
+from relax_events.events.parts import TopicOffset
+from relax_events.events.types import SampleEvaluated, SampleRolledOut, SampleScored
 
 Key = tuple[str, int]
 Place = tuple[str, int]

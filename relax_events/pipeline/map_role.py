@@ -14,8 +14,9 @@ from relax_events.broker.consumer import GroupConsumer
 from relax_events.broker.deadline import Deadline
 from relax_events.broker.records import OutRecord, Record
 from relax_events.errors import CorruptRecord, PoisonSample
+from relax_events.events.parts import Outcome, TopicOffset
 from relax_events.events.tensors import dense
-from relax_events.events.types import Event, Outcome, PolicyVersionPublished, SampleRolledOut, TopicOffset
+from relax_events.events.types import Event, PolicyVersionPublished, SampleRolledOut
 from relax_events.pipeline.control import Listener
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.validation import check_sample

@@ -6,7 +6,8 @@ import numpy as np
 
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import CorruptRecord, PoisonSample
-from relax_events.events.types import Array, Event, PromptGroupIssued, SampleReady, SampleRolledOut, StoredArray
+from relax_events.events.parts import Array, StoredArray
+from relax_events.events.types import Event, PromptGroupIssued, SampleReady, SampleRolledOut
 from relax_events.policy import IssuedGroup
 
 MAX_SAMPLES_PER_PROMPT = 4096

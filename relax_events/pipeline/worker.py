@@ -18,7 +18,8 @@ from relax_events.broker.registry import open_codec
 from relax_events.config import RunConfig
 from relax_events.errors import CorruptRecord, Fenced, ObjectError, PoisonSample, RelaxError, SchemaError
 from relax_events.events.codec import UnknownFingerprint
-from relax_events.events.types import Command, Event, MetricsReported, Outcome, RunCommanded, WorkerBeat, WorkerState
+from relax_events.events.parts import Command, Outcome, WorkerState
+from relax_events.events.types import Event, MetricsReported, RunCommanded, WorkerBeat
 from relax_events.pipeline.beats import Beats
 from relax_events.pipeline.control import ControlFollower, Listener
 from relax_events.pipeline.drain import Drain

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from relax_events.errors import CorruptRecord
-from relax_events.events.types import Outcome, PromptGroupEnded
+from relax_events.events.parts import Outcome
+from relax_events.events.types import PromptGroupEnded
 
 ID_PATTERN = re.compile("([0-9]{6,12})-([0-9]{4,12})-([0-9]{1,12})")
 FIRST_GUEST_SEAT = 1_000_000

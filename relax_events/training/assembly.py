@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from relax_events.broker.records import Record
-from relax_events.events.types import Outcome, PromptGroupEnded, SampleReady, TopicOffset
+from relax_events.events.parts import Outcome, TopicOffset
+from relax_events.events.types import PromptGroupEnded, SampleReady
 from relax_events.policy import IssuedGroup, ReadyGroup, end_of, is_expired, is_guest
 
 Key = tuple[str, int]

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from relax_events.errors import ObjectError
-from relax_events.events.types import CheckpointRef, ObjectRef
+from relax_events.events.parts import CheckpointRef, ObjectRef
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.training.pending_checkpoint import MANIFEST, PendingCheckpoint

@@ -11,15 +11,8 @@ from relax_events.broker.consumer import LogReader
 from relax_events.broker.records import OutRecord
 from relax_events.broker.transactions import TransactionalWriter
 from relax_events.errors import Fenced
-from relax_events.events.types import (
-    CheckpointRef,
-    ObjectRef,
-    Outcome,
-    PolicyVersionPublished,
-    PromptGroupEnded,
-    TopicOffset,
-    TrainStepCommitted,
-)
+from relax_events.events.parts import CheckpointRef, ObjectRef, Outcome, TopicOffset
+from relax_events.events.types import PolicyVersionPublished, PromptGroupEnded, TrainStepCommitted
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.worker import Worker
 from relax_events.policy import end_of

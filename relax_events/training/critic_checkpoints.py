@@ -10,7 +10,7 @@ from hashlib import sha256
 import structlog
 
 from relax_events.errors import ObjectError
-from relax_events.events.types import CheckpointRef
+from relax_events.events.parts import CheckpointRef
 from relax_events.objects import ObjectStore
 from relax_events.training.pending_checkpoint import MANIFEST
 

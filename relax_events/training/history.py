@@ -8,7 +8,8 @@ from typing import Any
 
 from relax_events.broker.consumer import LogReader
 from relax_events.errors import BrokerUnavailable
-from relax_events.events.types import CheckpointRef, Event, PolicyVersionPublished, PromptGroupEnded, TrainStepCommitted
+from relax_events.events.parts import CheckpointRef
+from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupEnded, TrainStepCommitted
 from relax_events.pipeline.worker import Worker
 
 ENTITIES = ("control.train-steps", "control.group-outcomes", "control.policy-versions")

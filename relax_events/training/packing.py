@@ -16,8 +16,9 @@ from jaxtyping import Float32, Int64
 from numpy.typing import NDArray
 
 from relax_events.errors import PoisonSample
+from relax_events.events.parts import Array
 from relax_events.events.tensors import dense
-from relax_events.events.types import Array, SampleReady
+from relax_events.events.types import SampleReady
 
 
 class TokenSequence(Protocol):

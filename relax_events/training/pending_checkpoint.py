@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from relax_events.errors import ObjectError, RunFailed
-from relax_events.events.types import CheckpointRef, ObjectRef
+from relax_events.events.parts import CheckpointRef, ObjectRef
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.training.ranks import Ranks

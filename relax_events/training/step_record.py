@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from relax_events.events.types import Outcome, PromptGroupEnded, TopicOffset
+from relax_events.events.parts import Outcome, TopicOffset
+from relax_events.events.types import PromptGroupEnded
 from relax_events.training.assembly import PlacedSample
 
 

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from relax_events.events.types import ObjectRef
+from relax_events.events.parts import ObjectRef
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.weights.manifest import TensorEntry, WeightManifest

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from relax_events.errors import WeightsError
-from relax_events.events.types import ObjectRef
+from relax_events.events.parts import ObjectRef
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, deserialize
 
 from relax_events.errors import ObjectError, WeightsError
-from relax_events.events.types import ObjectRef
+from relax_events.events.parts import ObjectRef
 from relax_events.objects import ObjectStore
 from relax_events.weights.manifest import TensorEntry, WeightManifest, Weights
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from relax_events.errors import WeightsError
-from relax_events.events.types import ObjectRef, PolicyVersionPublished
+from relax_events.events.parts import ObjectRef
+from relax_events.events.types import PolicyVersionPublished
 from relax_events.objects import ObjectStore
 from relax_events.weights.manifest import Weights
 from relax_events.weights.reading import read_weights

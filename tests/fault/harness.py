@@ -28,7 +28,7 @@ from relax_events.control.address import with_bootstrap_servers
 from relax_events.control.run_state import RunState
 from relax_events.control.topics.applying import apply_topics
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import WorkerState
+from relax_events.events.parts import WorkerState
 from relax_events.pipeline.failpoints import VARIABLE, marks_folder, parsed
 from relax_events.topics import TopicPlan
 

@@ -14,7 +14,8 @@ from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord
 from relax_events.errors import CorruptRecord, PoisonSample
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import Event, ObjectRef, StoredArray
+from relax_events.events.parts import ObjectRef, StoredArray
+from relax_events.events.types import Event
 from relax_events.topics import TopicPlan
 
 CODEC = EventCodec()

@@ -9,7 +9,8 @@ import pytest
 from harness import FaultRun, assert_books_balance, mark_of
 
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import Outcome, PromptGroupEnded, PromptGroupIssued
+from relax_events.events.parts import Outcome
+from relax_events.events.types import PromptGroupEnded, PromptGroupIssued
 
 BLOCK_ROWS = 12
 HOOK = """

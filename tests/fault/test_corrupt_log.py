@@ -18,7 +18,8 @@ from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord, Record
 from relax_events.errors import BrokerError
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import Outcome, PromptGroupEnded
+from relax_events.events.parts import Outcome
+from relax_events.events.types import PromptGroupEnded
 from relax_events.topics.plan import TopicSpec
 
 READERS = ("reward", "reference", "actor", "advantage")

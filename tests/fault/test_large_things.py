@@ -15,7 +15,8 @@ from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord
 from relax_events.errors import BrokerRefused
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import PromptGroupEnded, SampleRolledOut, StoredArray
+from relax_events.events.parts import StoredArray
+from relax_events.events.types import PromptGroupEnded, SampleRolledOut
 
 INLINE_MAX_BYTES = 64  # tokens and log-probabilities of every sample are larger, here as elsewhere those of long ones
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from harness import FaultRun, assert_books_balance
 
-from relax_events.events.types import now_micros
+from relax_events.events.parts import now_micros
 
 STEPS = 32
 

@@ -9,7 +9,8 @@ import pytest
 from harness import WORKER_SECONDS, FaultRun, assert_books_balance
 
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import Outcome, PromptGroupEnded
+from relax_events.events.parts import Outcome
+from relax_events.events.types import PromptGroupEnded
 
 TIMEOUT_SECONDS = 4.0  # a member that did not look after its session for so long would have lost its partitions: they last 3 s
 

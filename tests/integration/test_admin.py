@@ -88,7 +88,7 @@ def test_end_offsets_name_a_topic_that_does_not_exist(admin: Admin, run_id: str)
 def test_consumer_lag_is_counted_by_slot(admin: Admin, connection: Connection, producer: RecordProducer, apply_run: Callable[..., RunConfig]) -> None:
     from relax_events.broker.consumer import LogReader
     from relax_events.broker.transactions import TransactionalWriter
-    from relax_events.events.types import TopicOffset
+    from relax_events.events.parts import TopicOffset
 
     config = apply_run(run={"max_staleness": 0}, broker={"shards": 2})
     plan = TopicPlan.of(config)

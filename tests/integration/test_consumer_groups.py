@@ -18,7 +18,7 @@ from relax_events.broker.heartbeats import HeartbeatWatch
 from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord
 from relax_events.errors import ClientFailed
-from relax_events.events.types import TopicOffset
+from relax_events.events.parts import TopicOffset
 
 MakeTopic = Callable[..., str]
 MakeGroup = Callable[[str], str]
@@ -28,7 +28,7 @@ import sys
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import GroupConsumer
 from relax_events.broker.deadline import Deadline
-from relax_events.events.types import TopicOffset
+from relax_events.events.parts import TopicOffset
 bootstrap_servers, group, topic = sys.argv[1:]
 consumer = GroupConsumer(Connection(bootstrap_servers), consumer_group=group, topics=[topic])
 records = []

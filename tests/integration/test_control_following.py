@@ -18,7 +18,8 @@ from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
 from relax_events.errors import CorruptRecord
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import Command, Event, Outcome, PromptGroupEnded, RunCommanded, SampleRolledOut, StoredArray, WorkerBeat
+from relax_events.events.parts import Command, Outcome, StoredArray
+from relax_events.events.types import Event, PromptGroupEnded, RunCommanded, SampleRolledOut, WorkerBeat
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.control import ControlFollower
 from relax_events.pipeline.worker import Worker

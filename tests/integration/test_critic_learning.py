@@ -18,7 +18,8 @@ from relax_events.broker.admin import Admin
 from relax_events.config import RunConfig
 from relax_events.control.topics.purger import PurgeBooks, Purger
 from relax_events.errors import ConfigError, RunFailed
-from relax_events.events.types import TopicOffset, TrainStepCommitted
+from relax_events.events.parts import TopicOffset
+from relax_events.events.types import TrainStepCommitted
 from relax_events.models.tiny import make_tiny
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.worker import Worker

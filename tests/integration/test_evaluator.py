@@ -23,7 +23,8 @@ from relax_events.data.sources import evaluated_parts, open_source
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.errors import WeightsError
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import FinishReason, PolicyEvaluated, PolicyVersionPublished, VersionSegment
+from relax_events.events.parts import FinishReason, VersionSegment
+from relax_events.events.types import PolicyEvaluated, PolicyVersionPublished
 from relax_events.models.tiny import make_tiny
 from relax_events.pipeline.worker import Worker
 from relax_events.rewards.pool import RewardPool

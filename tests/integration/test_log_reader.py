@@ -17,7 +17,7 @@ from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord
 from relax_events.broker.transactions import TransactionalWriter
 from relax_events.errors import BrokerError
-from relax_events.events.types import TopicOffset
+from relax_events.events.parts import TopicOffset
 
 MakeTopic = Callable[..., str]
 

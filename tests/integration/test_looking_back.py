@@ -23,7 +23,8 @@ from relax_events.control.samples.rescoring import RescoringProgress, rescore
 from relax_events.control.samples.score_comparison import Comparison
 from relax_events.control.samples.tail import follow_samples, live_starts
 from relax_events.errors import ConfigError
-from relax_events.events.types import Outcome, SampleScored
+from relax_events.events.parts import Outcome
+from relax_events.events.types import SampleScored
 
 A, B, C, D, E, F, G = (f"{step:06d}-{place:04d}-0" for step, place in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)))
 REWARDS = """

@@ -19,7 +19,8 @@ from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import PromptGroupEnded, SampleEvaluated, SampleRolledOut, TopicOffset
+from relax_events.events.parts import TopicOffset
+from relax_events.events.types import PromptGroupEnded, SampleEvaluated, SampleRolledOut
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.map_role import MapRole
 from relax_events.pipeline.worker import Worker

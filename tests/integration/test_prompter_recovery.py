@@ -21,7 +21,8 @@ from relax_events.data.judging import judges_of
 from relax_events.data.sources import open_source
 from relax_events.data.stream import PromptStream
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import ChatMessage, Outcome, PromptGroupIssued, TopicOffset
+from relax_events.events.parts import ChatMessage, Outcome, TopicOffset
+from relax_events.events.types import PromptGroupIssued
 from relax_events.policy import end_of
 from relax_events.topics import TopicPlan
 from workers.opening import open_worker

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from relax_events.events.types import CheckpointRef
+from relax_events.events.parts import CheckpointRef
 from relax_events.models.tiny import make_tiny
 from relax_events.objects import ObjectStore
 from relax_events.training.checkpoints import Checkpoints

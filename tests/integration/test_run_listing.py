@@ -23,7 +23,8 @@ from relax_events.control.runs.reading import read_run, read_runs
 from relax_events.control.runs.replay import settle_source
 from relax_events.errors import BrokerRefused, ConfigError
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import Command, Event, RunCommanded, TopicOffset, WorkerBeat, WorkerState, now_micros
+from relax_events.events.parts import Command, TopicOffset, WorkerState, now_micros
+from relax_events.events.types import Event, RunCommanded, WorkerBeat
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.description import describe
 from relax_events.topics import TopicPlan

@@ -17,7 +17,8 @@ from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
 from relax_events.errors import BrokerError, BrokerUnavailable, Fenced, RunFailed
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import ObjectRef, Outcome, PolicyVersionPublished, SampleReady, TopicOffset, TrainStepCommitted
+from relax_events.events.parts import ObjectRef, Outcome, TopicOffset
+from relax_events.events.types import PolicyVersionPublished, SampleReady, TrainStepCommitted
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.worker import Worker
 from relax_events.training.assembly import PlacedSample

@@ -32,7 +32,8 @@ from relax_events.control.transfer.importing import import_run, plan_import, ver
 from relax_events.control.transfer.manifest import Manifest
 from relax_events.errors import BrokerError, BrokerRefused, CheckFailed, ConfigError
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import CheckpointRef, Event, Outcome, PromptGroupIssued, TopicOffset
+from relax_events.events.parts import CheckpointRef, Outcome, TopicOffset
+from relax_events.events.types import Event, PromptGroupIssued
 from relax_events.objects import ObjectStore
 from relax_events.topics import TopicPlan, TopicSpec
 

@@ -16,7 +16,7 @@ from relax_events.broker.consumer import LogReader
 from relax_events.broker.records import OutRecord
 from relax_events.broker.transactions import TransactionalWriter
 from relax_events.errors import BrokerRefused, BrokerUnavailable, Fenced
-from relax_events.events.types import TopicOffset
+from relax_events.events.parts import TopicOffset
 
 MakeTopic = Callable[..., str]
 

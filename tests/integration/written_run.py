@@ -16,7 +16,8 @@ from relax_events.broker.records import POLICY_VERSION_HEADER, OutRecord
 from relax_events.config import RunConfig
 from relax_events.control.topics.applying import apply_topics
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import Event, Outcome, SampleReady, SampleRolledOut, SampleScored, TopicOffset, TrainStepCommitted
+from relax_events.events.parts import Outcome, TopicOffset
+from relax_events.events.types import Event, SampleReady, SampleRolledOut, SampleScored, TrainStepCommitted
 from relax_events.topics import TopicPlan, shard_of
 
 CODEC = EventCodec()

@@ -27,7 +27,8 @@ from relax_events.control.ledger import Ledger
 from relax_events.data.rows import PromptRow
 from relax_events.errors import BrokerError, CorruptRecord, SchemaError
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import ChatMessage, Event, PromptGroupIssued, SampleReady, SampleRolledOut, SampleScored
+from relax_events.events.parts import ChatMessage
+from relax_events.events.types import Event, PromptGroupIssued, SampleReady, SampleRolledOut, SampleScored
 from relax_events.objects import ObjectStore
 from relax_events.pipeline import control, map_role, worker
 from relax_events.pipeline.map_role import MapRole

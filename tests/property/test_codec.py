@@ -25,9 +25,10 @@ from hypothesis.extra import numpy as arrays
 
 from relax_events.errors import CorruptRecord, SchemaError
 from relax_events.events.codec import HEADER_BYTES, MAGIC, EventCodec, UnknownFingerprint
+from relax_events.events.parts import Array, Modality, ObjectRef, Outcome, StoredArray
 from relax_events.events.schemas import Schema
 from relax_events.events.tensors import DTYPES, pack, unpack
-from relax_events.events.types import Array, Event, Modality, ObjectRef, Outcome, PromptGroupEnded, SampleRolledOut, StoredArray
+from relax_events.events.types import Event, PromptGroupEnded, SampleRolledOut
 
 CODEC = EventCodec()
 EVENTS = typing.get_args(Event)

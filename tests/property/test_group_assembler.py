@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_events.broker.records import Record
-from relax_events.events.types import Outcome, PromptGroupEnded, SampleReady
+from relax_events.events.parts import Outcome
+from relax_events.events.types import PromptGroupEnded, SampleReady
 from relax_events.policy import ReadyGroup
 from relax_events.training import assembly
 from relax_events.training.assembly import GroupAssembler

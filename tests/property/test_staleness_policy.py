@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_events.events.types import Outcome
+from relax_events.events.parts import Outcome
 from relax_events.policy import (
     IssuedGroup,
     Place,

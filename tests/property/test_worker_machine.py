@@ -17,7 +17,8 @@ from simulated_run import SimulatedRun
 
 from relax_events.broker.records import OutRecord
 from relax_events.broker.transactions import TransactionalWriter
-from relax_events.events.types import SampleRolledOut, SampleScored, TopicOffset
+from relax_events.events.parts import TopicOffset
+from relax_events.events.types import SampleRolledOut, SampleScored
 from relax_events.pipeline.join import GroupJoin
 from relax_events.pipeline.map_role import MapRole, next_offsets
 from relax_events.topics import TopicPlan

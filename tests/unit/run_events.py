@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from relax_events.config import RunConfig
-from relax_events.events.types import TrainStepCommitted, WorkerBeat, WorkerState
+from relax_events.events.parts import WorkerState
+from relax_events.events.types import TrainStepCommitted, WorkerBeat
 
 NOTHING = np.array([], np.int32)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from relax_events.errors import CorruptRecord
-from relax_events.events.types import Outcome
+from relax_events.events.parts import Outcome
 from relax_events.policy import end_of
 
 

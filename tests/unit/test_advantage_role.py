@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from relax_events.algorithms.judging import Judge
-from relax_events.events.types import Outcome, SampleReady
+from relax_events.events.parts import Outcome
+from relax_events.events.types import SampleReady
 from relax_events.pipeline.join import JoinedGroup
 from workers.advantage import AdvantageLoop, needed_evaluators
 

@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from relax_events.events.types import MetricsReported, WorkerBeat, WorkerState
+from relax_events.events.parts import WorkerState
+from relax_events.events.types import MetricsReported, WorkerBeat
 from relax_events.pipeline.beats import REPORT_EVERY_BEATS, Beats
 
 

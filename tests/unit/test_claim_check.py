@@ -5,7 +5,8 @@ import pytest
 from numpy.typing import NDArray
 
 from relax_events.errors import ObjectError
-from relax_events.events.types import Array, ObjectRef, SampleEvaluated, StoredArray
+from relax_events.events.parts import Array, ObjectRef, StoredArray
+from relax_events.events.types import SampleEvaluated
 from relax_events.objects import ObjectStore, check_in, check_out
 
 pytestmark = pytest.mark.unit

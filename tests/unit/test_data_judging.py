@@ -12,7 +12,7 @@ from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow
 from relax_events.data.stream import DataPlace
 from relax_events.errors import ConfigError
-from relax_events.events.types import ChatMessage
+from relax_events.events.parts import ChatMessage
 from relax_events.models.tokenizer import train_tokenizer
 
 HOOKS = """

@@ -14,7 +14,7 @@ from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.tokenizer_folder import FolderTokenizer
 from relax_events.errors import ConfigError, PoisonSample
-from relax_events.events.types import ChatMessage
+from relax_events.events.parts import ChatMessage
 from relax_events.models.tiny import make_tiny
 from relax_events.models.tokenizer import train_tokenizer
 

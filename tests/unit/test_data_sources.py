@@ -11,7 +11,7 @@ from relax_events.config import DataConfig
 from relax_events.data.rows import PromptRow
 from relax_events.data.sources import open_source
 from relax_events.errors import ConfigError
-from relax_events.events.types import ChatMessage
+from relax_events.events.parts import ChatMessage
 
 GSM8K_ROW = {"question": "Two and two?", "answer": "2 + 2 = 4\n#### 4"}
 

@@ -11,7 +11,8 @@ from relax_events.config import EngineConfig, ModelConfig, SamplingConfig
 from relax_events.engines.dataset import DatasetEngine
 from relax_events.engines.protocol import Engine, GenerationRequest, SampleRequest
 from relax_events.errors import PoisonSample
-from relax_events.events.types import FinishReason, ObjectRef, PolicyVersionPublished, VersionSegment
+from relax_events.events.parts import FinishReason, ObjectRef, VersionSegment
+from relax_events.events.types import PolicyVersionPublished
 from relax_events.weights.transport import VersionsOnly
 
 

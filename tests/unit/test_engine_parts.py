@@ -10,7 +10,7 @@ from relax_events.config import SamplingConfig
 from relax_events.engines.attention import grouped_sdpa
 from relax_events.engines.experts import padded_experts
 from relax_events.engines.rows import RowTable, Sample
-from relax_events.events.types import FinishReason, VersionSegment
+from relax_events.events.parts import FinishReason, VersionSegment
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 1)])

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, CohereConfig, Mistral
 
 from relax_events.engines.protocol import Engine, GenerationRequest, SampleRequest
 from relax_events.errors import ConfigError, PoisonSample, WeightsError
-from relax_events.events.types import FinishReason, VersionSegment
+from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.weights import Weights
 
 

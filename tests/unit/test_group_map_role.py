@@ -11,7 +11,8 @@ from event_samples import published, rolled_out
 
 from relax_events.broker.deadline import Deadline
 from relax_events.broker.records import OutRecord, Record
-from relax_events.events.types import SampleRolledOut, TopicOffset
+from relax_events.events.parts import TopicOffset
+from relax_events.events.types import SampleRolledOut
 from relax_events.pipeline import map_role
 from relax_events.pipeline.group_map_role import GroupMapRole
 

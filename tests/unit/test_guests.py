@@ -11,7 +11,8 @@ from event_samples import committed, ended
 from relax_events.control.ledger import Ledger
 from relax_events.control.run_state import RunState
 from relax_events.errors import PoisonSample
-from relax_events.events.types import ChatMessage, Outcome, PromptGroupIssued
+from relax_events.events.parts import ChatMessage, Outcome
+from relax_events.events.types import PromptGroupIssued
 from relax_events.pipeline.validation import check_issued
 from relax_events.policy import IssuedGroup, is_guest
 from relax_events.training import assembly

@@ -10,7 +10,8 @@ from relax_events.config import DataConfig
 from relax_events.data.laying_out import LaidOutAnswer, lay_out, sample_answers
 from relax_events.data.rendering import PromptRenderer
 from relax_events.errors import PoisonSample
-from relax_events.events.types import ChatMessage, PromptGroupIssued
+from relax_events.events.parts import ChatMessage
+from relax_events.events.types import PromptGroupIssued
 from relax_events.models.tiny import make_tiny
 
 PROMPT = [ChatMessage.of_text("system", "be brief"), ChatMessage.of_text("user", "hi")]

@@ -9,7 +9,8 @@ import pytest
 from event_samples import committed, ended, published, rolled_out
 
 from relax_events.control.ledger import Ledger, between_commits
-from relax_events.events.types import Outcome, PromptGroupIssued
+from relax_events.events.parts import Outcome
+from relax_events.events.types import PromptGroupIssued
 
 OURS, STRANGE = "000000-0000-0", "000900-0000-0"
 

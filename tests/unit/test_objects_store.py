@@ -8,7 +8,7 @@ import pytest
 from obstore.exceptions import GenericError
 
 from relax_events.errors import ConfigError, ObjectError
-from relax_events.events.types import ObjectRef
+from relax_events.events.parts import ObjectRef
 from relax_events.objects import ObjectStore
 
 pytestmark = pytest.mark.unit

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_events.errors import PoisonSample
-from relax_events.events.types import ObjectRef, StoredArray
+from relax_events.events.parts import ObjectRef, StoredArray
 from relax_events.training.packing import MicroBatcher, loss_values, pack, pack_order, require_whole_groups
 from tests.unit.trainer_samples import make_samples
 

@@ -11,7 +11,8 @@ from relax_events.control.progress.display import ProgressDisplay
 from relax_events.control.progress.figures import ProgressFigures, WorkerRow, WorkerTable
 from relax_events.control.progress.panel import ProgressPanel, clock, fit, sparkline
 from relax_events.control.run_state import RunState
-from relax_events.events.types import MetricsReported, Outcome, WorkerState
+from relax_events.events.parts import Outcome, WorkerState
+from relax_events.events.types import MetricsReported
 from tests.unit.run_events import beat, run_config, train_step
 
 LAG = {"reward": {0: 1, 1: 2}, "trainer": {1: 9}}

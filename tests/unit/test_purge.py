@@ -14,7 +14,8 @@ from relax_events.config import RunConfig
 from relax_events.control.ledger import Ledger
 from relax_events.control.topics.purge import QueuedGroup, cuts_within, oldest_retained, queue_bounds, recovery_bounds, version_bounds
 from relax_events.control.topics.purged import PurgedLog
-from relax_events.events.types import Outcome, PromptGroupIssued, TopicOffset
+from relax_events.events.parts import Outcome, TopicOffset
+from relax_events.events.types import PromptGroupIssued
 from relax_events.policy import Place as Seat
 from relax_events.topics import TopicPlan
 

@@ -18,7 +18,7 @@ from relax_events.control.runs.details import first_gone
 from relax_events.control.runs.forking import carried_over
 from relax_events.control.runs.verification import first_difference
 from relax_events.errors import ConfigError
-from relax_events.events.types import Outcome
+from relax_events.events.parts import Outcome
 from relax_events.pipeline.description import describe, described_config, is_told
 from relax_events.topics import TopicPlan
 from relax_events.training.assembly import PlacedSample

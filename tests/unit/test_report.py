@@ -16,14 +16,8 @@ from relax_events.control.ledger import Ledger
 from relax_events.control.report.page import duration, report_page
 from relax_events.control.report.writing import build_report, write_report
 from relax_events.control.run_state import RunState
-from relax_events.events.types import (
-    ObjectRef,
-    Outcome,
-    PolicyEvaluated,
-    PolicyVersionPublished,
-    PromptGroupEnded,
-    PromptGroupIssued,
-)
+from relax_events.events.parts import ObjectRef, Outcome
+from relax_events.events.types import PolicyEvaluated, PolicyVersionPublished, PromptGroupEnded, PromptGroupIssued
 from relax_events.pipeline.description import config_digest
 from tests.unit.run_events import run_config, train_step
 

@@ -9,7 +9,7 @@ from event_samples import published
 
 from relax_events.control.topics.reset import OffsetMove, ResetPlan, ResetTarget, named_offsets, time_of, version_offsets
 from relax_events.errors import ConfigError
-from relax_events.events.types import TopicOffset
+from relax_events.events.parts import TopicOffset
 from relax_events.topics import TopicPlan
 
 PLAN = TopicPlan(run_id="r", max_staleness=1, shards=1, queue_partitions=2, replication_factor=1, compression="none")

@@ -15,7 +15,7 @@ from relax_events.control.topics.purge import Cut
 from relax_events.control.topics.purger import PurgeBooks
 from relax_events.control.topics.retention import RetentionKeeper
 from relax_events.errors import BrokerUnavailable
-from relax_events.events.types import CheckpointRef, Outcome, TopicOffset
+from relax_events.events.parts import CheckpointRef, Outcome, TopicOffset
 
 CUT = Cut(("relax.r.rollout.samples", 0), 0, 5, "versions")
 

@@ -9,7 +9,7 @@ import pytest
 
 from relax_events.engines.protocol import GeneratedSample
 from relax_events.errors import ConfigError
-from relax_events.events.types import FinishReason
+from relax_events.events.parts import FinishReason
 from workers.rollout import RolloutLoop
 
 WANTED = {"distill_coefficient": 1.0, "distill_tokens": "student_topk", "distill_top_k": 3}

@@ -11,16 +11,8 @@ from event_samples import issued, ready, rolled_out
 
 from relax_events.config import RunConfig
 from relax_events.errors import ObjectError, WeightsError
-from relax_events.events.types import (
-    ChatMessage,
-    ContentPart,
-    Event,
-    MediaRef,
-    Modality,
-    ObjectRef,
-    PolicyVersionPublished,
-    StoredArray,
-)
+from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality, ObjectRef, StoredArray
+from relax_events.events.types import Event, PolicyVersionPublished
 from relax_events.objects import ObjectStore
 from relax_events.objects.roots import AllowedRoots
 from relax_events.weights.transport import StoreTransport

@@ -5,7 +5,8 @@ from __future__ import annotations
 from event_samples import committed, ended, published
 
 from relax_events.control.run_state import RunState
-from relax_events.events.types import Command, Event, MetricsReported, Outcome, RunCommanded, WorkerBeat, WorkerState
+from relax_events.events.parts import Command, Outcome, WorkerState
+from relax_events.events.types import Event, MetricsReported, RunCommanded, WorkerBeat
 
 
 def test_run_state_is_what_the_log_says() -> None:

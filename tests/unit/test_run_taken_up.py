@@ -4,7 +4,8 @@ import os
 import signal
 
 from relax_events.control.run_state import RunState
-from relax_events.events.types import Command, Outcome, PromptGroupEnded, RunCommanded
+from relax_events.events.parts import Command, Outcome
+from relax_events.events.types import PromptGroupEnded, RunCommanded
 from relax_events.pipeline.control import still_valid
 from relax_events.pipeline.drain import Drain
 

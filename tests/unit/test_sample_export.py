@@ -17,7 +17,7 @@ from relax_events.control.run_log import RunLog, Unreadable
 from relax_events.control.samples.export import Export
 from relax_events.control.samples.view import SampleView
 from relax_events.errors import ConfigError
-from relax_events.events.types import ChatMessage, ContentPart, MediaRef, Modality, Outcome
+from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality, Outcome
 from relax_events.objects import ObjectStore, check_in
 
 PIXELS = b"\x89PNG, or so it says"

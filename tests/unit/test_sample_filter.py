@@ -13,7 +13,8 @@ from relax_events.control.run_log import Found
 from relax_events.control.samples.filter import EVERYTHING, Extent, SampleFilter, parse_bounds
 from relax_events.control.samples.view import SampleView
 from relax_events.errors import ConfigError
-from relax_events.events.types import ChatMessage, Outcome, PromptGroupEnded
+from relax_events.events.parts import ChatMessage, Outcome
+from relax_events.events.types import PromptGroupEnded
 from relax_events.topics import TopicPlan
 
 PLAN = TopicPlan("looked-at", max_staleness=1, shards=2, queue_partitions=4, replication_factor=1, compression="none")

@@ -11,7 +11,8 @@ from relax_events.cli.looking import excerpt
 from relax_events.cli.sample_rendering import HEAD, line_text, sample_document, sample_text, token_cells
 from relax_events.control.samples.detail import SampleDetail, TokenRow
 from relax_events.control.samples.view import SampleView
-from relax_events.events.types import ChatMessage, ContentPart, MediaRef, Modality, Outcome, PromptGroupEnded, SampleScored
+from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality, Outcome
+from relax_events.events.types import PromptGroupEnded, SampleScored
 
 
 def view(score: SampleScored | None = None, end: PromptGroupEnded | None = None, **changes: Any) -> SampleView:

@@ -13,12 +13,17 @@ from typing import Any
 import avro.schema
 import pytest
 
+from relax_events.events import parts
 from relax_events.events import types as event_types
+from relax_events.events.parts import Array
 from relax_events.events.schemas import Schema, current_schemas, name_of, schema_directory, schema_fingerprint
-from relax_events.events.types import Array, Event
+from relax_events.events.types import Event
 
 SCHEMAS = current_schemas()
-CLASSES = {cls.__name__: cls for cls in vars(event_types).values() if isinstance(cls, type) and cls.__module__ == event_types.__name__}
+MODULES = (parts, event_types)
+CLASSES = {
+    cls.__name__: cls for module in MODULES for cls in vars(module).values() if isinstance(cls, type) and cls.__module__ == module.__name__
+}
 PLAIN = {str: "string", float: "double", bool: "boolean", bytes: "Sha256"}
 EMPTY_64 = 0xC15D213AA4D7A795
 

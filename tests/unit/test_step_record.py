@@ -8,7 +8,7 @@ from event_samples import committed, ended, published, ready
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_events.events.types import CheckpointRef, Outcome, TopicOffset
+from relax_events.events.parts import CheckpointRef, Outcome, TopicOffset
 from relax_events.training.assembly import PlacedSample
 from relax_events.training.commit import trained_outcomes
 from relax_events.training.history import TrainingHistory

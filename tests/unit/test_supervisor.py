@@ -12,7 +12,8 @@ import pytest
 from relax_events.config import RunConfig
 from relax_events.control.supervisor import RESTART_WINDOW_SECONDS, Fencing, Supervisor
 from relax_events.errors import ConfigError, Fenced, RelaxError, RunFailed, SchemaError
-from relax_events.events.types import WorkerBeat, WorkerState
+from relax_events.events.parts import WorkerState
+from relax_events.events.types import WorkerBeat
 
 MakeRunConfig = Callable[..., RunConfig]
 NO_RESTART = {"max_restarts": 0}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from relax_events.events.parts import ObjectRef, StoredArray
 from relax_events.events.tensors import dense
-from relax_events.events.types import ObjectRef, StoredArray
 
 STORED = StoredArray("<i4", (5, 2), ObjectRef("memory:///x", bytes(32), 40))
 

@@ -16,7 +16,7 @@ from benchmarks.timed_engine import TimedEngine
 from relax_events.config import EngineConfig, ModelConfig, SamplingConfig
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
 from relax_events.errors import PoisonSample
-from relax_events.events.types import FinishReason
+from relax_events.events.parts import FinishReason
 from relax_events.weights import Weights
 
 pytestmark = pytest.mark.unit

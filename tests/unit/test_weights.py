@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from relax_events.errors import ObjectError, WeightsError
-from relax_events.events.types import ObjectRef, PolicyVersionPublished
+from relax_events.events.parts import ObjectRef
+from relax_events.events.types import PolicyVersionPublished
 from relax_events.objects import ObjectStore
 from relax_events.weights.artifacts import delete_weights, stored_versions, weights_digest, write_weights
 from relax_events.weights.reading import read_weights

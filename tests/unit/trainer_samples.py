@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from relax_events.config import RunConfig
-from relax_events.events.types import FinishReason, SampleReady
+from relax_events.events.parts import FinishReason
+from relax_events.events.types import SampleReady
 from relax_events.models.tiny import make_tiny
 
 

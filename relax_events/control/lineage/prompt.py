@@ -10,7 +10,8 @@ from relax_events.control.samples.filter import SampleFilter
 from relax_events.control.samples.reading import history_lines
 from relax_events.control.samples.view import OPEN, SampleLine
 from relax_events.errors import ConfigError, CorruptRecord
-from relax_events.events.types import Outcome, PromptGroupIssued
+from relax_events.events.parts import Outcome
+from relax_events.events.types import PromptGroupIssued
 from relax_events.policy import IssuedGroup
 
 

@@ -16,14 +16,7 @@ from relax_events.control.samples.view import SampleView
 from relax_events.data.sources import is_generated, named_parts, open_source
 from relax_events.data.stream import PromptOrder
 from relax_events.errors import ConfigError
-from relax_events.events.types import (
-    PromptGroupEnded,
-    PromptGroupIssued,
-    SampleEvaluated,
-    SampleReady,
-    SampleScored,
-    TrainStepCommitted,
-)
+from relax_events.events.types import PromptGroupEnded, PromptGroupIssued, SampleEvaluated, SampleReady, SampleScored, TrainStepCommitted
 from relax_events.topics import shard_of
 
 EVALUATOR_TOPICS = ("reference.logprobs", "actor.logprobs", "critic.values")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 from relax_events.config import RunConfig
 from relax_events.control.progress.figures import ProgressFigures, WorkerRow, WorkerTable
 from relax_events.control.run_state import RunState
-from relax_events.events.types import now_micros
+from relax_events.events.parts import now_micros
 from relax_events.topics import num_slots
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from relax_events.config import RunConfig
 from relax_events.control.run_state import RunState
-from relax_events.events.types import TrainStepCommitted, WorkerBeat, WorkerState
+from relax_events.events.parts import WorkerState
+from relax_events.events.types import TrainStepCommitted, WorkerBeat
 
 RECENT_STEPS = 20
 SPARK_STEPS = 40

@@ -56,7 +56,8 @@ from relax_events.config import RunConfig
 from relax_events.control.ledger import Ledger
 from relax_events.control.report.page import report_page
 from relax_events.control.run_state import RunState
-from relax_events.events.types import PolicyEvaluated, TrainStepCommitted, now_micros
+from relax_events.events.parts import now_micros
+from relax_events.events.types import PolicyEvaluated, TrainStepCommitted
 from relax_events.pipeline.description import config_digest
 
 MICROS = 1e6

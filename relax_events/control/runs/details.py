@@ -16,7 +16,8 @@ from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import LogReader
 from relax_events.config import RunConfig
 from relax_events.control.runs.reading import RunSummary, decoded, read_runs
-from relax_events.events.types import CheckpointRef, PromptGroupEnded, TrainStepCommitted
+from relax_events.events.parts import CheckpointRef
+from relax_events.events.types import PromptGroupEnded, TrainStepCommitted
 from relax_events.objects import ObjectStore
 from relax_events.topics import TopicPlan
 

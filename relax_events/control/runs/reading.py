@@ -17,7 +17,8 @@ from relax_events.config import RunConfig, WorkersConfig
 from relax_events.control.run_state import RunState
 from relax_events.errors import BrokerRefused, ConfigError, CorruptRecord, SchemaError
 from relax_events.events.codec import EventCodec, UnknownFingerprint
-from relax_events.events.types import Event, RunDescribed, WorkerState, now_micros
+from relax_events.events.parts import WorkerState, now_micros
+from relax_events.events.types import Event, RunDescribed
 from relax_events.pipeline.description import described_config
 from relax_events.topics import TopicPlan
 

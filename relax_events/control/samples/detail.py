@@ -12,7 +12,8 @@ from relax_events.control.samples.filter import SampleFilter
 from relax_events.control.samples.reading import events_of, read_samples
 from relax_events.control.samples.view import SampleView
 from relax_events.errors import ConfigError, ObjectError
-from relax_events.events.types import Array, Outcome, SampleReady, SampleRolledOut, SampleScored
+from relax_events.events.parts import Array, Outcome
+from relax_events.events.types import SampleReady, SampleRolledOut, SampleScored
 from relax_events.models.token_text import token_texts
 from relax_events.objects import ObjectStore, check_out
 

@@ -18,7 +18,7 @@ from relax_events.control.report.writing import replace_file
 from relax_events.control.run_log import RunLog
 from relax_events.control.samples.view import SampleView
 from relax_events.errors import ConfigError, ObjectError
-from relax_events.events.types import ContentPart, MediaRef, ObjectRef
+from relax_events.events.parts import ContentPart, MediaRef, ObjectRef
 from relax_events.objects import ObjectStore, check_out
 
 TOKEN_COLUMNS = ("tokens", "loss_mask", "rollout_logprobs")

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from relax_events.control.run_log import Found
 from relax_events.control.samples.view import SampleView
 from relax_events.errors import ConfigError, CorruptRecord
-from relax_events.events.types import Outcome, PromptGroupEnded, SampleRolledOut
+from relax_events.events.parts import Outcome
+from relax_events.events.types import PromptGroupEnded, SampleRolledOut
 from relax_events.policy import IssuedGroup
 from relax_events.topics import TopicPlan, shard_of
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from relax_events.events.types import Outcome, PromptGroupEnded, SampleRolledOut, SampleScored
+from relax_events.events.parts import Outcome
+from relax_events.events.types import PromptGroupEnded, SampleRolledOut, SampleScored
 
 OPEN, SUPERSEDED = "open", "superseded"
 

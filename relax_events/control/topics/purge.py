@@ -21,7 +21,8 @@ import numpy as np
 from relax_events.broker.admin import Admin
 from relax_events.config import RunConfig
 from relax_events.control.topics.role_inputs import Place, input_places, role_inputs
-from relax_events.events.types import PolicyVersionPublished, PromptGroupIssued, TopicOffset, TrainStepCommitted
+from relax_events.events.parts import TopicOffset
+from relax_events.events.types import PolicyVersionPublished, PromptGroupIssued, TrainStepCommitted
 from relax_events.policy import Place as Seat
 from relax_events.topics import TopicPlan, slot_of
 

@@ -33,15 +33,8 @@ from relax_events.control.topics.purge import (
 from relax_events.control.topics.role_inputs import Place
 from relax_events.errors import ConfigError, CorruptRecord, ObjectError, SchemaError
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import (
-    CheckpointRef,
-    Event,
-    Outcome,
-    PolicyVersionPublished,
-    PromptGroupEnded,
-    PromptGroupIssued,
-    TrainStepCommitted,
-)
+from relax_events.events.parts import CheckpointRef, Outcome
+from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupEnded, PromptGroupIssued, TrainStepCommitted
 from relax_events.objects import ObjectStore
 from relax_events.policy import Place as Seat
 from relax_events.topics import TopicPlan

@@ -12,7 +12,8 @@ from relax_events.config import RunConfig
 from relax_events.control.run_log import RunLog
 from relax_events.control.topics.role_inputs import Place, input_places, role_inputs
 from relax_events.errors import BrokerRefused, ConfigError
-from relax_events.events.types import PolicyVersionPublished, TopicOffset
+from relax_events.events.parts import TopicOffset
+from relax_events.events.types import PolicyVersionPublished
 from relax_events.topics import TopicPlan
 
 PLACE_PATTERN = re.compile(r"(?P<topic>[a-z0-9.-]+)\[(?P<partition>[0-9]+)\]@(?P<offset>[0-9]+)")

@@ -10,7 +10,8 @@ from relax_events.config import RunConfig
 from relax_events.control.topics.purge import oldest_retained
 from relax_events.control.topics.purger import PurgeBooks, Purger
 from relax_events.errors import BrokerError
-from relax_events.events.types import CheckpointRef, Event
+from relax_events.events.parts import CheckpointRef
+from relax_events.events.types import Event
 from relax_events.topics import TopicPlan
 
 log = structlog.get_logger()

@@ -17,7 +17,7 @@ from relax_events.control.run_log import RunLog
 from relax_events.control.topics.reset import time_of, version_offsets
 from relax_events.control.topics.role_inputs import Place
 from relax_events.errors import ConfigError, CorruptRecord, SchemaError
-from relax_events.events.types import StoredArray
+from relax_events.events.parts import StoredArray
 from relax_events.topics.plan import SAMPLE_TOPICS
 
 FORMS = "beginning, end, an offset, version:V or a time like 2026-01-31T12:00:00Z"

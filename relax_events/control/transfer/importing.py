@@ -22,7 +22,7 @@ from relax_events.control.transfer.manifest import ExportedPartition, Manifest, 
 from relax_events.errors import BrokerRefused, CheckFailed, ConfigError
 from relax_events.events.codec import EventCodec
 from relax_events.events.container import RecordsDigest, read_container
-from relax_events.events.types import TopicOffset, now_micros
+from relax_events.events.parts import TopicOffset, now_micros
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.description import read_description
 from relax_events.topics import TopicPlan, TopicSpec
