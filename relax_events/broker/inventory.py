@@ -16,12 +16,10 @@ from relax_events.errors import BrokerRefused, BrokerUnavailable
 GROUP_SETTINGS = (
     "consumer.session.timeout.ms",
     "consumer.heartbeat.interval.ms",
-    "consumer.assignment.interval.ms",
     "share.auto.offset.reset",
     "share.isolation.level",
     "share.record.lock.duration.ms",
     "share.delivery.count.limit",
-    "share.assignment.interval.ms",
 )
 
 

@@ -59,11 +59,6 @@ _GROUPS = {
     "group.share.heartbeat.interval.ms": 500,
     "group.share.min.record.lock.duration.ms": 1000,
     "group.share.max.record.lock.duration.ms": _HOUR_MILLISECONDS,
-    # Assignments that are made later, on another thread, can be forgotten when the coordinator is loaded anew in between (4.3.1).
-    "group.consumer.assignment.interval.ms": 0,
-    "group.consumer.assignor.offload.enable": "false",
-    "group.share.assignment.interval.ms": 0,
-    "group.share.assignor.offload.enable": "false",
     "transaction.max.timeout.ms": 900_000,
 }
 _OWN_KEYS = frozenset(

@@ -14,9 +14,6 @@ from relax_events.topics import TopicPlan, TopicSpec
 
 CONSUMER_ROLES = ("reward", "reference", "actor-forward", "critic", "teacher", "advantage")
 FOREVER = -1
-ASSIGNED_AT_ONCE = {"consumer.assignment.interval.ms": "0"}
-SHARED_AT_ONCE = {"share.assignment.interval.ms": "0"}
-"""A broker that puts an assignment off can forget it when its coordinator is loaded anew in between (4.3.1)."""
 DELIVERY_LIMIT = 10
 """Deliveries after which the broker drops a prompt group: the most that brokers allow as they come, so that a worker gives it up before."""
 DANGERS = {
@@ -185,16 +182,9 @@ def apply_groups(config: RunConfig, plan: TopicPlan, admin: Admin) -> None:
     queue_is_shared = config.broker.lease == "share_group"
     for role in CONSUMER_ROLES if queue_is_shared else (*CONSUMER_ROLES, "rollout"):
         admin.alter_group(plan.consumer_group(role), timings)
-        _set_where_allowed(admin, plan.consumer_group(role), ASSIGNED_AT_ONCE)
     if queue_is_shared:
         admin.alter_group(plan.consumer_group("rollout"), share)
-        _set_where_allowed(admin, plan.consumer_group("rollout"), SHARED_AT_ONCE)
-        _set_where_allowed(admin, plan.consumer_group("rollout"), {"share.delivery.count.limit": str(DELIVERY_LIMIT)})
-
-
-def _set_where_allowed(admin: Admin, group: str, settings: Mapping[str, str]) -> None:
-    """Set what a broker may not know, or have bounds of its own for; it then works as it did before there was such a setting."""
-    try:
-        admin.alter_group(group, settings)
-    except BrokerRefused as error:
-        log.info("group.unchanged", consumer_group=group, settings=dict(settings), error=str(error))
+        try:
+            admin.alter_group(plan.consumer_group("rollout"), {"share.delivery.count.limit": str(DELIVERY_LIMIT)})
+        except BrokerRefused as error:
+            log.info("deliveries.limited", error=str(error), text="the broker drops a prompt group after fewer deliveries")
