@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from benchmarks import report
-from benchmarks.sync_async import CONFIG
+from benchmarks.quickstart import CONFIG
 
 LOOK_EVERY_SECONDS = 0.25
 RUN_SECONDS = 900.0
