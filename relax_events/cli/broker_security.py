@@ -58,7 +58,7 @@ def secure(
     if withdraw:
         if apply or renew_certificates or renew_passwords or hosts:
             raise ConfigError("--withdraw takes what is there away; give it without --apply, --hosts, --renew-certificates and --renew-passwords")
-        return _withdraw(config, overrides, dry_run=dry_run, yes=yes)
+        return _change(config, overrides, withdraw=True, dry_run=dry_run, yes=yes)
     renewal = Renewal(certificates=renew_certificates, passwords=renew_passwords)
     if not dry_run:
         for file in make_folder(settings, folder, hosts=hosts or (), lifetime=timedelta(days=days), renewal=renewal):
@@ -66,31 +66,23 @@ def secure(
     if not apply:
         print(f"made in {folder}; set broker.credentials to it, and bring it onto a cluster with --apply", file=sys.stderr)
         return 0
-    return _apply(config, overrides, dry_run=dry_run, yes=yes)
+    return _change(config, overrides, withdraw=False, dry_run=dry_run, yes=yes)
 
 
-def _apply(config: Path, overrides: tuple[str, ...], *, dry_run: bool, yes: bool) -> int:
-    from relax_events.control.security import apply_security, plan_security
-
-    settings, connection = _reach(config, overrides)
-    _show(plan_security(settings, connection))
-    if dry_run:
-        return 0
-    if not agreed("apply these changes?", yes=yes):
-        return 6
-    apply_security(settings, connection)
-    return 0
-
-
-def _withdraw(config: Path, overrides: tuple[str, ...], *, dry_run: bool, yes: bool) -> int:
-    from relax_events.control.security import plan_withdrawal, withdraw_security
+def _change(config: Path, overrides: tuple[str, ...], *, withdraw: bool, dry_run: bool, yes: bool) -> int:
+    """Show what would change on the cluster, ask, and change it."""
+    from relax_events.control.security import apply_security, plan_security, plan_withdrawal, withdraw_security
 
     settings, connection = _reach(config, overrides)
-    _show(plan_withdrawal(settings, connection))
+    _show((plan_withdrawal if withdraw else plan_security)(settings, connection))
+    question = f"take these, and the secrets of run {settings.run.id}, away?" if withdraw else "apply these changes?"
     if dry_run:
         return 0
-    if not agreed(f"take these, and the secrets of run {settings.run.id}, away?", yes=yes):
+    if not agreed(question, yes=yes):
         return 6
+    if not withdraw:
+        apply_security(settings, connection)
+        return 0
     for file in withdraw_security(settings, connection):
         print(f"deleted {file}", file=sys.stderr)
     return 0
