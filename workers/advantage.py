@@ -27,17 +27,12 @@ from relax_events.pipeline.join import GroupJoin, JoinedGroup
 from relax_events.pipeline.validation import check_sample
 from relax_events.pipeline.worker import Worker
 from relax_events.policy import IssuedGroup, is_guest
+from relax_events.topics.plan import EVALUATOR_TOPICS
 from workers.opening import open_worker
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
 DRAIN_COMMIT_SECONDS = 5.0
-EVALUATOR_TOPICS = {
-    "reference": "reference.logprobs",
-    "actor": "actor.logprobs",
-    "critic": "critic.values",
-    "teacher": "teacher.logprobs",
-}
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:

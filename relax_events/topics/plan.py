@@ -10,6 +10,13 @@ from relax_events.errors import ConfigError
 from relax_events.topics.partitions import num_slots, partition_of, partitions_of_slot, slot_of
 
 QUEUE_TOPICS = {"prompt.groups": "PromptGroupIssued: the rollout workers' queue"}
+EVALUATOR_TOPICS = {
+    "reference": "reference.logprobs",
+    "actor": "actor.logprobs",
+    "critic": "critic.values",
+    "teacher": "teacher.logprobs",
+}
+"""Where SampleEvaluated goes, by the name that its evaluator has in it."""
 SAMPLE_TOPICS = {
     "rollout.samples": "SampleRolledOut, one for each generated sample",
     "reward.scores": "SampleScored, one for each sample",

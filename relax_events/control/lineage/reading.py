@@ -18,8 +18,7 @@ from relax_events.data.stream import PromptOrder
 from relax_events.errors import ConfigError
 from relax_events.events.types import PromptGroupEnded, PromptGroupIssued, SampleEvaluated, SampleReady, SampleScored, TrainStepCommitted
 from relax_events.topics import shard_of
-
-EVALUATOR_TOPICS = ("reference.logprobs", "actor.logprobs", "critic.values")
+from relax_events.topics.plan import EVALUATOR_TOPICS
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ def _worked_on(log: RunLog, view: SampleView) -> Iterator[Stage]:
     scored = next(events_of(log, sample, "reward.scores", SampleScored), None)
     if scored is not None:
         yield scored_stage(scored)
-    for entity in EVALUATOR_TOPICS:
+    for entity in EVALUATOR_TOPICS.values():
         evaluated = next(events_of(log, sample, entity, SampleEvaluated), None)
         if evaluated is not None:
             facts = {"evaluator": evaluated.event.evaluator, "policy_version": evaluated.event.evaluator_version}

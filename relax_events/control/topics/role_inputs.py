@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from relax_events.config import RunConfig
 from relax_events.topics import TopicPlan
+from relax_events.topics.plan import EVALUATOR_TOPICS
 
 Place = tuple[str, int]
-EVALUATOR_TOPICS = {
-    "reference": "reference.logprobs",
-    "actor-forward": "actor.logprobs",
-    "critic": "critic.values",
-    "teacher": "teacher.logprobs",
-}
+TOPIC_OF_ROLE = {"actor-forward" if name == "actor" else name: topic for name, topic in EVALUATOR_TOPICS.items()}
 
 
 def role_inputs(config: RunConfig) -> dict[str, list[str]]:
@@ -23,8 +19,8 @@ def role_inputs(config: RunConfig) -> dict[str, list[str]]:
     if config.is_replay:
         return {}
     roles = config.roles()
-    samples = {role: ["rollout.samples"] for role in ("reward", *EVALUATOR_TOPICS) if role in roles}
-    evaluated = [entity for role, entity in EVALUATOR_TOPICS.items() if role in roles]
+    samples = {role: ["rollout.samples"] for role in ("reward", *TOPIC_OF_ROLE) if role in roles}
+    evaluated = [entity for role, entity in TOPIC_OF_ROLE.items() if role in roles]
     scores = ["reward.scores"] if "reward" in roles else []
     inputs = samples | {"advantage": ["rollout.samples", *scores, *evaluated], "trainer": ["advantage.samples"]}
     if config.broker.lease == "consumer_group":
