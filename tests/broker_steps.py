@@ -14,6 +14,18 @@ from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord, Record
 
 TIMEOUT_SECONDS = 20.0
+MEMBER = """
+import sys
+from relax_events.broker.connection import Connection
+from relax_events.broker.consumer import GroupConsumer
+bootstrap_servers, client_id, group, topic = sys.argv[1:]
+consumer = GroupConsumer(Connection(bootstrap_servers, client_id=client_id), consumer_group=group, topics=[topic])
+while len(consumer.positions) < 4:
+    consumer.fetch(timeout_seconds=0.2)
+print("assigned")
+sys.stdin.read()
+"""
+"""Joins a group at four partitions and says so: for `other_process`, with bootstrap servers, client id, group and topic."""
 
 
 def fill(producer: RecordProducer, topic: str, values: list[bytes], *, partition: int = 0) -> None:

@@ -3,58 +3,58 @@
 A broker takes a dead member for a live one until its session is over, and one that was restarted may never look again (seen with
 Kafka 4.3.1). But a worker id is one process's at a time: a member of that name that is there before we join is dead, or a zombie.
 
-Source: Kafka protocol guide (FindCoordinator v1, ConsumerGroupHeartbeat v0); leaving by heartbeat: KIP-848.
+Source: Kafka protocol guide (ConsumerGroupHeartbeat v0); leaving by heartbeat: KIP-848.
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
+import time
 
 import structlog
 
-from relax_events.broker.admin import Admin
 from relax_events.broker.connection import Connection
-from relax_events.broker.wire import Wire, compact_text, text
+from relax_events.broker.deadline import Deadline
+from relax_events.broker.membership import COMING_UP, NO_GROUP, coordinator_of, memberships_by
+from relax_events.broker.wire import Wire, compact_text
 from relax_events.errors import BrokerError, BrokerUnavailable
 
 log = structlog.get_logger()
-FIND_COORDINATOR, CONSUMER_GROUP_HEARTBEAT = 10, 68
+CONSUMER_GROUP_HEARTBEAT = 68
 LEAVING, UNCHANGED = -1, -1
-OF_A_GROUP = 0
-GONE = {25, 69}  # the member, or the group, is not known any more
+GONE = {25, NO_GROUP}  # the member, or the group, is not known any more
+EVICTION_SECONDS, RETRY_SECONDS = 10.0, 0.25
 
 
 def evict_predecessors(connection: Connection, consumer_group: str) -> int:
     """End all memberships in a consumer group that bear our client id; call it before joining. Return how many there were.
 
-    What fails is logged and left to the session timeout.
+    A broker that has just come up is asked again for `EVICTION_SECONDS`. What fails then is logged and left to the session timeout.
     """
-    admin = Admin(connection)
-    try:
-        group = admin.groups(consumer_group).get(consumer_group)
-        mine = [member.member_id for member in group.members if member.client_id == connection.client_id] if group else []
-        if mine:
-            with Wire(_coordinator_of(connection, consumer_group)) as wire:
-                for member_id in mine:
-                    _leave(wire, consumer_group, member_id)
-            log.info("predecessors.evicted", consumer_group=consumer_group, num_members=len(mine))
-    except BrokerError as error:
-        log.warning("predecessors.left", consumer_group=consumer_group, error=str(error))
-        return 0
-    finally:
-        admin.close()
+    deadline = Deadline(EVICTION_SECONDS)
+    while True:
+        try:
+            num_evicted = _evict(connection, consumer_group)
+        except BrokerUnavailable as error:
+            if deadline.passed:
+                log.warning("predecessors.left", consumer_group=consumer_group, error=str(error))
+                return 0
+            time.sleep(RETRY_SECONDS)
+        except BrokerError as error:
+            log.warning("predecessors.left", consumer_group=consumer_group, error=str(error))
+            return 0
+        else:
+            return num_evicted
+
+
+def _evict(connection: Connection, consumer_group: str) -> int:
+    with Wire(coordinator_of(connection, consumer_group)) as wire:
+        mine = [member.member_id for member in memberships_by(wire, consumer_group) if member.client_id == connection.client_id]
+        for member_id in mine:
+            _leave(wire, consumer_group, member_id)
+    if mine:
+        log.info("predecessors.evicted", consumer_group=consumer_group, num_members=len(mine))
     return len(mine)
-
-
-def _coordinator_of(connection: Connection, consumer_group: str) -> Connection:
-    with Wire(connection) as wire:
-        answer = wire.ask(FIND_COORDINATOR, 1, text(consumer_group) + struct.pack(">b", OF_A_GROUP))
-    answer.take("i")
-    error, _, _ = answer.take("h"), answer.text(), answer.take("i")
-    if error:
-        raise BrokerUnavailable(f"the coordinator of {consumer_group} is not known (error {error})")
-    return replace(connection, bootstrap_servers=f"{answer.text()}:{answer.take('i')}")
 
 
 def _leave(wire: Wire, consumer_group: str, member_id: str) -> None:
@@ -63,5 +63,7 @@ def _leave(wire: Wire, consumer_group: str, member_id: str) -> None:
     answer = wire.ask(CONSUMER_GROUP_HEARTBEAT, 0, names + struct.pack(">i", LEAVING) + nothing_new + b"\0", is_flexible=True)
     answer.take("i")
     error = answer.take("h")
+    if error in COMING_UP:
+        raise BrokerUnavailable(f"the coordinator of {consumer_group} is not ready (error {error})")
     if error and error not in GONE:
         raise BrokerError(f"member {member_id} of {consumer_group} could not be ended (error {error})")

@@ -108,9 +108,7 @@ class TransactionalWriter:
         except BrokerUnavailable as error:
             log.warning("transaction.unsure", error=str(error))  # it is asked again by and by
 
-    def _try(
-        self, records: Sequence[OutRecord], offsets: list[TopicOffset], reader: LogReader | None, before_commit: Callable[[], None]
-    ) -> None:
+    def _try(self, records: Sequence[OutRecord], offsets: list[TopicOffset], reader: LogReader | None, before_commit: Callable[[], None]) -> None:
         failures: list[Any] = []
         producer = self._producer
         try:

@@ -12,9 +12,10 @@ import secrets
 import socket
 import ssl
 import struct
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from relax_events.broker.connection import Connection
 from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable, ConfigError
@@ -22,6 +23,7 @@ from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable, C
 SASL_HANDSHAKE, SASL_AUTHENTICATE = 17, 36
 SCRAM_HASHES = {"SCRAM-SHA-256": "sha256", "SCRAM-SHA-512": "sha512"}
 MAX_COMPACT = 127
+Item = TypeVar("Item")
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
 
@@ -45,6 +47,30 @@ class Reader:
     def blob(self) -> bytes:
         """Return the next bytes."""
         return self._bytes(self.take("i"))
+
+    def compact_text(self) -> str | None:
+        """Return the next string of a flexible answer, None where it is null."""
+        length = self._varint()
+        return self._bytes(length - 1).decode() if length else None
+
+    def compact_array(self, item: Callable[[], Item]) -> list[Item]:
+        """Return the next array of a flexible answer, each item as the function takes it."""
+        return [item() for _ in range(self._varint() - 1)]
+
+    def skip_tags(self) -> None:
+        """Pass over the tagged fields that end each structure of a flexible answer."""
+        for _ in range(self._varint()):
+            self._varint()
+            self._bytes(self._varint())
+
+    def _varint(self) -> int:
+        value, shift = 0, 0
+        while True:
+            byte: int = self.take("B")
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
 
     def _bytes(self, length: int) -> bytes:
         value = self._data[self._at : self._at + length]

@@ -19,6 +19,7 @@ from pathlib import Path
 import structlog
 
 from relax_events.errors import ConfigError
+from relax_events.topics.plan import MAP_ROLES
 
 log = structlog.get_logger()
 VARIABLE = "RELAX_FAILPOINTS"
@@ -26,7 +27,6 @@ ACTIONS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 ARMING = re.compile(r"(?P<name>[a-z_.-]+)(:(?P<nth_pass>[1-9][0-9]*))?=(?P<action>[a-z]+)")
 EXAMPLE = f'for example {VARIABLE}="reward.before_commit:3=kill"'
 
-MAP_ROLES = ("reward", "reference", "actor-forward", "critic", "teacher")
 MAP_POINTS = {
     "before_flush": "outputs are handed to the client, none is known to be safe",
     "before_commit": "outputs are acknowledged, the input offsets are not committed",

@@ -38,7 +38,11 @@ COMPACTED_TOPICS = {
     "control.heartbeats": "WorkerBeat, newest by worker",
     "control.schemas": "writer schemas as JSON, by fingerprint",
 }
-DEAD_LETTER_ROLES = ("rollout", "reward", "reference", "actor-forward", "critic", "teacher", "advantage", "trainer")
+MAP_ROLES = ("reward", "reference", "actor-forward", "critic", "teacher")
+"""Roles that look at each sample by itself and write one event for it."""
+CONSUMER_ROLES = (*MAP_ROLES, "advantage")
+"""Roles whose workers share their topics' partitions as a consumer group."""
+DEAD_LETTER_ROLES = ("rollout", *CONSUMER_ROLES, "trainer")
 SCORES_PATTERN = re.compile("[a-z0-9][a-z0-9_-]{0,47}")
 MAX_RECORD_BYTES = 16 * 1024 * 1024
 

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+from broker_steps import MEMBER, next_line, other_process
 from harness import BROKER_SECONDS, EVERYTHING_SECONDS, FaultRun, assert_books_balance
+from node import Node, choose_ports
+
+from relax_events.broker.admin import Admin
+from relax_events.broker.connection import Connection
+from relax_events.broker.eviction import evict_predecessors
+from relax_events.topics import TopicSpec
 
 
 def test_run_ends_by_itself_when_broker_and_workers_are_killed(start_run: Callable[..., FaultRun]) -> None:
@@ -22,3 +30,19 @@ def test_run_ends_by_itself_when_broker_and_workers_are_killed(start_run: Callab
 
     assert run.until_ended(process) == 0
     assert_books_balance(run)
+
+
+def test_a_killed_workers_place_is_free_although_the_broker_was_killed_too(directory: Path, run_id: str) -> None:
+    port, controller_port = choose_ports(2)
+    topic, group, name = f"{run_id}.samples", f"{run_id}.reward", f"{run_id}.reward-0"
+    with Node(directory / f"{run_id}-node", port=port, controller_port=controller_port, properties={}) as node:
+        connection = Connection(node.bootstrap_servers, client_id=name)
+        Admin(connection).create([TopicSpec(topic, 4, 1, "of a test", {})])
+        with other_process(MEMBER, node.bootstrap_servers, name, group, topic) as member:
+            assert next_line(member) == "assigned"
+            node.kill()
+            member.kill()
+            member.wait(10)
+        node.spawn()
+        assert evict_predecessors(connection, group) == 1, "it waited for the broker, and for the group to be read"
+        assert evict_predecessors(connection, group) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from broker_steps import next_line, other_process, turn_until
+from broker_steps import MEMBER, next_line, other_process, turn_until
 
 from relax_events.broker.admin import Admin
 from relax_events.broker.connection import Connection
@@ -13,17 +13,6 @@ from relax_events.broker.consumer import GroupConsumer
 from relax_events.broker.eviction import evict_predecessors
 
 LONG_SESSION = {"consumer.session.timeout.ms": "45000", "consumer.heartbeat.interval.ms": "500"}
-MEMBER = """
-import sys
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import GroupConsumer
-bootstrap_servers, client_id, group, topic = sys.argv[1:]
-consumer = GroupConsumer(Connection(bootstrap_servers, client_id=client_id), consumer_group=group, topics=[topic])
-while len(consumer.positions) < 4:
-    consumer.fetch(timeout_seconds=0.2)
-print("assigned")
-sys.stdin.read()
-"""
 
 
 def test_partitions_of_a_killed_worker_are_free_when_it_starts_again(

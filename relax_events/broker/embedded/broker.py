@@ -37,9 +37,7 @@ class EmbeddedBroker:
         credentials: A folder made by `relax broker secure`: only its principals get in. Remembered from then on.
     """
 
-    def __init__(
-        self, directory: Path, *, port: int = 0, node_properties: Mapping[str, str] | None = None, credentials: Path | None = None
-    ) -> None:
+    def __init__(self, directory: Path, *, port: int = 0, node_properties: Mapping[str, str] | None = None, credentials: Path | None = None) -> None:
         if not 0 <= port <= _LAST_PORT:
             raise ConfigError(f"port must be 0 to {_LAST_PORT}, got {port}; 0 takes a free one")
         self._directory = Path(directory).absolute()

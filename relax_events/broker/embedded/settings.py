@@ -66,9 +66,7 @@ _OWN_KEYS = frozenset(
 )
 
 
-def server_properties(
-    data: Path, *, port: int, controller_port: int, overrides: Mapping[str, str], security: NodeSecurity | None = None
-) -> str:
+def server_properties(data: Path, *, port: int, controller_port: int, overrides: Mapping[str, str], security: NodeSecurity | None = None) -> str:
     """Return the text of `server.properties`.
 
     Args:

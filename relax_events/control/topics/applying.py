@@ -11,8 +11,8 @@ from relax_events.broker.admin import Admin, TopicState
 from relax_events.config import RunConfig
 from relax_events.errors import BrokerRefused
 from relax_events.topics import TopicPlan, TopicSpec
+from relax_events.topics.plan import CONSUMER_ROLES
 
-CONSUMER_ROLES = ("reward", "reference", "actor-forward", "critic", "teacher", "advantage")
 FOREVER = -1
 DELIVERY_LIMIT = 10
 """Deliveries after which the broker drops a prompt group: the most that brokers allow as they come, so that a worker gives it up before."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from relax_events.broker.admin import Admin, GroupState
 from relax_events.config import RunConfig
 from relax_events.control.run_log import RunLog
-from relax_events.control.topics.applying import CONSUMER_ROLES
 from relax_events.control.topics.role_inputs import Place, input_places, role_inputs
 from relax_events.events.types import PolicyVersionPublished
 from relax_events.topics import TopicPlan, slot_of
+from relax_events.topics.plan import CONSUMER_ROLES
 
 NOBODY = "-"
 

@@ -1,0 +1,67 @@
+"""A quiet member of a consumer group asks the broker whether it is one, and says so when it is not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from broker_steps import turn_until
+
+from relax_events.broker import consumer as consuming
+from relax_events.broker.connection import Connection
+from relax_events.broker.consumer import GroupConsumer
+from relax_events.broker.membership import Membership, memberships
+from relax_events.errors import ClientFailed
+
+QUIET_SECONDS = 4.0
+
+
+@pytest.fixture(autouse=True)
+def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let members look often."""
+    monkeypatch.setattr(consuming, "LOOK_SECONDS", 1.0)
+
+
+def joined(connection: Connection, name: str, group: str, topic: str) -> GroupConsumer:
+    return GroupConsumer(replace(connection, client_id=name), consumer_group=group, topics=[topic])
+
+
+def test_members_are_those_that_joined_with_what_they_hold(
+    connection: Connection, make_topic: Callable[..., str], make_group: Callable[[str], str]
+) -> None:
+    topic, group = make_topic("samples", 2), make_group("reward")
+    consumers = [joined(connection, f"reward-{number}", group, topic) for number in range(3)]
+
+    def fetch() -> None:
+        for consumer in consumers:
+            consumer.fetch(timeout_seconds=0.1)
+
+    turn_until(lambda: sorted(len(consumer.positions) for consumer in consumers) == [0, 1, 1], fetch)
+    deadline = time.monotonic() + QUIET_SECONDS
+    while time.monotonic() < deadline:
+        fetch()  # several looks of each, the idle one too: nobody fails
+    held = {member.client_id: member.places for member in memberships(connection, group)}
+    assert held == {f"reward-{number}": frozenset(consumer.positions) for number, consumer in enumerate(consumers)}
+    for consumer in consumers:
+        consumer.close()
+
+
+def test_there_are_no_members_where_there_is_no_group(connection: Connection, run_id: str) -> None:
+    assert memberships(connection, f"{run_id}.reward") == []
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["unknown to the broker", "given what it does not hold"])
+def test_client_that_the_broker_sees_otherwise_fails(
+    connection: Connection, make_topic: Callable[..., str], make_group: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    topic, group = make_topic("samples", 2), make_group("reward")
+    consumer = joined(connection, "reward-0", group, topic)
+    turn_until(lambda: len(consumer.positions) == 2, lambda: consumer.fetch(timeout_seconds=0.1))
+    (member,) = memberships(connection, group)
+    other = Membership(member.member_id, member.client_id, frozenset([(topic, 0)]))
+    monkeypatch.setattr(consuming, "memberships", lambda *_: [other] if known else [])
+    with pytest.raises(ClientFailed, match="gave this client 1 partitions, which holds 2" if known else "does not know this client"):
+        turn_until(lambda: False, lambda: consumer.fetch(timeout_seconds=0.1))
+    consumer.close()
