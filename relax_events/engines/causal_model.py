@@ -15,7 +15,7 @@ from relax_events.engines import attention
 from relax_events.engines.experts import ROW_BLOCK, use_padded_experts
 from relax_events.engines.kv_cache import RowCache
 from relax_events.errors import ConfigError
-from relax_events.models.causal_lm import choose_device, load_causal_lm, replace_weights
+from relax_events.models.causal_lm import attention_kinds, choose_device, load_causal_lm, replace_weights
 
 
 class CausalModel:
@@ -103,8 +103,7 @@ class CausalModel:
 
 
 def _require_full_attention(module: PreTrainedModel, path: Path) -> None:
-    unnamed = "sliding_attention" if getattr(module.config, "sliding_window", None) else "full_attention"
-    kinds = set(getattr(module.config, "layer_types", None) or [unnamed])
+    kinds = attention_kinds(module)
     if kinds != {"full_attention"}:
         other = min(kinds - {"full_attention"})
         raise ConfigError(

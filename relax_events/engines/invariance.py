@@ -1,13 +1,15 @@
 """How to compute so that a sample's bits don't depend on what runs beside it: measured on the model and machine at hand.
 
 Matrix kernels may sum in another order for another number of rows, or for another place among them. What holds is found
-by running the same probe row among others: on one CPU thread any multiple of eight rows gives the same bits; in float32 on
-several threads not even a row's place is without effect; other devices may be anywhere between.
+by running the same probe row among others: on one CPU thread any multiple of eight rows gives the same bits, or any above a small
+number; in float32 on several threads not even a row's place is without effect; other devices may be anywhere between.
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import takewhile
 
 import structlog
 import torch
@@ -21,52 +23,61 @@ log = structlog.get_logger()
 PROBE_LENGTH = 16
 PROBE_SHOWN = (32, 48, 128, 1024)
 """Lengths, padding included, that attention is shown."""
+PROBE_PROMPTS = (2, 8, 40)
 PROBE_SEED = 20_260_101
 
 
-class Invariance(StrEnum):
-    """What leaves a row's bits alone."""
+@dataclass(frozen=True, slots=True)
+class RowRule:
+    """How many rows to compute at a time."""
 
-    ANY_ROWS = "any_rows"
-    """The number of rows may vary."""
-    FIXED_ROWS = "fixed_rows"
-    """The number of rows must be fixed, so each step is padded to the most, and each prompt is prefilled alone."""
-    ABSENT = "absent"
-    """Nothing; samples are drawn from the right distribution, but a rerun may round otherwise."""
+    is_exact: bool
+    """Whether this leaves a row's bits alone; if not, samples are drawn from the right distribution, but a rerun may round otherwise."""
+    min_rows: int
+    """Decoding steps are padded to at least as many rows: from there on their number does not matter."""
+    prefills_together: bool
+    """Whether several prompts may be prefilled at a time."""
 
 
 @torch.inference_mode()
-def measure_invariance(model: CausalModel, *, max_rows: int) -> Invariance:
+def measure_invariance(model: CausalModel, *, max_rows: int) -> RowRule:
     """Find out how rows must be computed.
 
     Args:
         model: At its place of work, with the threads that it will have.
         max_rows: Samples that run side by side, a multiple of `ROW_BLOCK`.
     """
-    counts = sorted({ROW_BLOCK, 2 * ROW_BLOCK, 5 * ROW_BLOCK, max_rows // 2 // ROW_BLOCK * ROW_BLOCK, max_rows} - {0})
-    varied = [_probe_rows(model, num_rows=count) for count in counts if count <= max_rows]
-    alone = _probe_rows(model, num_rows=ROW_BLOCK, num_prompts=1)
-    fixed = [_probe_rows(model, num_rows=max_rows, num_prompts=1, num_tokens=length) for length in PROBE_SHOWN]
-    if all(torch.equal(row, alone[0]) for rows in (*varied, *fixed) for row in rows):
-        result = Invariance.ANY_ROWS
-    elif all(torch.equal(row, fixed[0][0]) for rows in fixed for row in rows):
-        result = Invariance.FIXED_ROWS
+    at_most = [_probe_rows(model, num_rows=max_rows, num_tokens=length) for length in PROBE_SHOWN]
+    expected = at_most[0][0]
+
+    def is_same(rows: Sequence[Tensor]) -> bool:
+        return all(torch.equal(row, expected) for row in rows)
+
+    if all(map(is_same, at_most)):
+        together = all(is_same(_probe_rows(model, num_rows=max_rows, num_prompts=count)) for count in PROBE_PROMPTS if count <= max_rows)
+        counts = takewhile(lambda count: is_same(_probe_rows(model, num_rows=count)), _counts_below(max_rows))
+        rule = RowRule(is_exact=True, min_rows=min(counts, default=max_rows), prefills_together=together)
     else:
-        result = Invariance.ABSENT
-    log.info("batch_invariance.measured", invariance=result.value, device=str(model.device), threads=torch.get_num_threads(), max_rows=max_rows)
-    return result
+        rule = RowRule(is_exact=False, min_rows=ROW_BLOCK, prefills_together=True)
+    log.info("batch_invariance.measured", **asdict(rule), device=str(model.device), threads=torch.get_num_threads(), max_rows=max_rows)
+    return rule
 
 
-def _probe_rows(model: CausalModel, *, num_rows: int, num_prompts: int | None = None, num_tokens: int = PROBE_SHOWN[0]) -> list[Tensor]:
+def _counts_below(max_rows: int) -> list[int]:
+    """Return the numbers of rows that are tried, largest first: halves, and one that is no power of two."""
+    halves = (max_rows >> shift for shift in range(1, max_rows.bit_length()))
+    return sorted({count // ROW_BLOCK * ROW_BLOCK for count in (*halves, 5 * ROW_BLOCK) if ROW_BLOCK <= count < max_rows}, reverse=True)
+
+
+def _probe_rows(model: CausalModel, *, num_rows: int, num_prompts: int = 1, num_tokens: int = PROBE_SHOWN[0]) -> list[Tensor]:
     """Prefill and decode the probe among other rows; give the logits after both, at several places.
 
     Args:
         model: Computes.
         num_rows: Of the decoding step.
-        num_prompts: Of the prefill: 1, or by default one for each row.
+        num_prompts: Of the prefill.
         num_tokens: That attention is shown.
     """
-    num_prompts = num_prompts or num_rows
     generator = torch.Generator().manual_seed(PROBE_SEED + num_rows)
     tokens = torch.randint(model.vocab_size, (num_prompts, PROBE_LENGTH), generator=generator)
     places = sorted({0, num_rows // 2, num_rows - 1})

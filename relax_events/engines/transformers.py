@@ -28,7 +28,7 @@ from torch import Tensor
 from relax_events.config import EngineConfig, ModelConfig
 from relax_events.engines.causal_model import CausalModel
 from relax_events.engines.experts import ROW_BLOCK
-from relax_events.engines.invariance import Invariance, measure_invariance
+from relax_events.engines.invariance import measure_invariance
 from relax_events.engines.kv_cache import RowCache
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.engines.requests import admitted_samples
@@ -41,6 +41,8 @@ TOKEN_BLOCK = 16
 """Prompts and the length that attention sees are padded to multiples of this."""
 MAX_PREFILL_TOKENS = 8192
 """Tokens, padding included, of one prefill forward; a longer prompt goes alone."""
+MAX_HELD_STEPS = 4
+"""Decoding steps for which samples wait for others to join with; about what a small prefill costs."""
 Sharers = tuple[bytes, list[Sample]]
 """A sequence of tokens, and the samples that continue it."""
 
@@ -67,11 +69,10 @@ class TransformersEngine:
         max_rows, max_tokens = _rounded(config.max_running_samples, ROW_BLOCK), _rounded(config.max_context_tokens, TOKEN_BLOCK)
         self._cache = RowCache(max_rows=max_rows, max_tokens=max_tokens)
         self._table = RowTable(max_rows=max_rows, max_tokens=config.max_context_tokens)
-        self._max_rows = max_rows
-        self._invariance = measure_invariance(self._model, max_rows=max_rows)
+        self._rule = measure_invariance(self._model, max_rows=max_rows)
         self._waiting: deque[Sample] = deque()
         self._finished: list[GeneratedSample] = []
-        self._num_submitted = 0
+        self._num_submitted = self._num_held_steps = 0
         self._asleep = False
         self._interrupted = threading.Event()
 
@@ -166,10 +167,17 @@ class TransformersEngine:
         """Let waiting samples join, then decode a token in every row."""
         if self._waiting and not self._table.num_rows:
             self._cache.release()  # so that one long sample does not set the cache's length for the rest of the run
-        for sharers in self._joining():
-            self._prefill(sharers)
+        if self._is_time_to_join():
+            self._num_held_steps = 0
+            for sharers in self._joining():
+                self._prefill(sharers)
         if self._table.num_rows:
             self._decode()
+
+    def _is_time_to_join(self) -> bool:
+        """Return whether waiting samples join now: a prefill of few costs hardly less than one of many, so few wait some steps for more."""
+        self._num_held_steps += bool(self._waiting)
+        return len(self._waiting) >= self._table.num_rows or self._num_held_steps > MAX_HELD_STEPS
 
     def _joining(self) -> Iterator[list[Sharers]]:
         """Take waiting samples while there is room, oldest first, by prefill: equal sequences once, equal padded lengths together."""
@@ -180,7 +188,7 @@ class TransformersEngine:
             sequence = sample.sequence
             by_length[_rounded(len(sequence), TOKEN_BLOCK)].setdefault(sequence.tobytes(), []).append(sample)
         for length, sharers in by_length.items():
-            size = 1 if self._invariance is Invariance.FIXED_ROWS else max(1, MAX_PREFILL_TOKENS // length)
+            size = max(1, MAX_PREFILL_TOKENS // length) if self._rule.prefills_together else 1
             waiting = list(sharers.items())
             yield from (waiting[start : start + size] for start in range(0, len(waiting), size))
 
@@ -203,7 +211,7 @@ class TransformersEngine:
 
     def _decode(self) -> None:
         num_rows, table = self._table.num_rows, self._table
-        padded = self._max_rows if self._invariance is Invariance.FIXED_ROWS else _rounded(num_rows, ROW_BLOCK)
+        padded = max(self._rule.min_rows, _rounded(num_rows, ROW_BLOCK))
         table.next_tokens[num_rows:padded] = table.positions[num_rows:padded] = 0
         num_tokens = _rounded(int(table.positions[:num_rows].max()) + 1, TOKEN_BLOCK)
         logits = self._model.decode(

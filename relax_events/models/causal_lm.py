@@ -50,6 +50,12 @@ def load_causal_lm(path: Path, *, attention: str, dtype: torch.dtype, device: to
     return loaded
 
 
+def attention_kinds(model: PreTrainedModel) -> set[str]:
+    """Return which kinds of attention its layers have, in transformers' words; `full_attention` sees everything before a token."""
+    unnamed = "sliding_attention" if getattr(model.config, "sliding_window", None) else "full_attention"
+    return set(getattr(model.config, "layer_types", None) or [unnamed])
+
+
 def replace_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Put other weights of the same model into it, by Hugging Face names; on an error the old ones stay, all of them.
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from engine_requests import bits, finish, make_engine, make_request, tiny_model
 
 from relax_events.config import ModelConfig
 from relax_events.engines.causal_model import CausalModel
-from relax_events.engines.invariance import Invariance, measure_invariance
+from relax_events.engines.invariance import RowRule, measure_invariance
 from relax_events.engines.protocol import GeneratedSample
 from relax_events.engines.transformers import TransformersEngine
 
@@ -61,29 +62,54 @@ def test_samples_are_the_same_bits_alone_and_in_random_company(family: str) -> N
         assert in_random_company(engine, seed) == alone
 
 
-def test_samples_with_fixed_rows_are_the_same_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rule", [RowRule(True, 16, True), RowRule(True, 64, False)], ids=["at least 16 rows", "most rows, prompts alone"])
+def test_samples_by_a_stricter_rule_are_the_same_bits(family: str, rule: RowRule, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = one_by_one(make_engine(tiny_model(family)))
-    monkeypatch.setattr("relax_events.engines.transformers.measure_invariance", lambda *_, **__: Invariance.FIXED_ROWS)
+    monkeypatch.setattr("relax_events.engines.transformers.measure_invariance", lambda *_, **__: rule)
     assert in_random_company(make_engine(tiny_model(family)), 5) == alone
 
 
 def test_measurement_finds_that_rows_may_vary_on_one_thread(family: str) -> None:
     make_engine(tiny_model(family))  # sets the threads
     model = CausalModel(tiny_model(family), config=ModelConfig(path=tiny_model(family), device="cpu"))
-    assert measure_invariance(model, max_rows=32) is Invariance.ANY_ROWS
+    rule = measure_invariance(model, max_rows=32)
+    assert rule.is_exact
+    assert rule.min_rows <= 16
+    assert rule.prefills_together
 
 
-@pytest.mark.parametrize(("by_place", "expected"), [(False, Invariance.FIXED_ROWS), (True, Invariance.ABSENT)])
-def test_measurement_sees_rounding_by_rows_and_by_place(by_place: bool, expected: Invariance, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error_of", "expected"),
+    [
+        (len, RowRule(is_exact=True, min_rows=64, prefills_together=True)),
+        (lambda tokens: float(len(tokens) < 32), RowRule(is_exact=True, min_rows=32, prefills_together=True)),
+        (lambda tokens: torch.arange(len(tokens))[:, None], RowRule(is_exact=False, min_rows=8, prefills_together=True)),
+    ],
+    ids=["by the number of rows", "by few rows", "by place"],
+)
+def test_measurement_sees_how_rows_round(error_of: Any, expected: RowRule, monkeypatch: pytest.MonkeyPatch) -> None:
     model = CausalModel(tiny_model(), config=ModelConfig(path=tiny_model(), device="cpu"))
     exact = model.decode
 
     def rounded(tokens: torch.Tensor, *arguments: torch.Tensor, **settings: int) -> torch.Tensor:
-        error = torch.arange(len(tokens))[:, None] if by_place else len(tokens)
-        return exact(tokens, *arguments, **settings) + 1e-4 * error  # type: ignore[arg-type]
+        return exact(tokens, *arguments, **settings) + 1e-4 * error_of(tokens)  # type: ignore[arg-type]
 
     monkeypatch.setattr(model, "decode", rounded)
-    assert measure_invariance(model, max_rows=32) is expected
+    assert measure_invariance(model, max_rows=64) == expected
+
+
+def test_measurement_sees_prompts_that_round_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = CausalModel(tiny_model(), config=ModelConfig(path=tiny_model(), device="cpu"))
+    exact = model.prefill
+
+    def rounded(ids: torch.Tensor, last: torch.Tensor) -> Any:
+        logits, cache = exact(ids, last)
+        return logits + 1e-4 * len(ids), cache
+
+    monkeypatch.setattr(model, "prefill", rounded)
+    rule = measure_invariance(model, max_rows=64)
+    assert rule.is_exact
+    assert not rule.prefills_together
 
 
 def test_same_seeds_give_the_same_bits_and_others_do_not() -> None:
