@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,6 +15,8 @@ from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped here before exp: e^20 is far outside any clip range, and inf * 0 in the backward pass would give NaN."""
+
+NO_FIGURES: Mapping[str, Float[Tensor, " tokens"]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,14 @@ class Surrogate:
     clipped_low: Bool[Tensor, " tokens"]
     clipped_high: Bool[Tensor, " tokens"]
     figures: Mapping[str, Float[Tensor, " tokens"]] = field(default_factory=dict)
+
+    @classmethod
+    def unclipped(
+        cls, losses: Float[Tensor, " tokens"], *, ratio: Float[Tensor, " tokens"], figures: Mapping[str, Float[Tensor, " tokens"]] = NO_FIGURES
+    ) -> Surrogate:
+        """Make one that clips nothing; the ratio is only reported."""
+        none = torch.zeros_like(ratio, dtype=torch.bool)
+        return cls(losses=losses, ratio=ratio.detach(), clipped_low=none, clipped_high=none, figures=figures)
 
 
 def sample_sums(values: Float[Tensor, " tokens"], *, num_loss_tokens: Int[Tensor, " samples"], mean: bool = False) -> Float[Tensor, " tokens"]:
@@ -183,8 +194,7 @@ def importance_weighted(tokens: LossTokens) -> Surrogate:
     Source: PPO (arXiv 1707.06347), equation 6.
     """
     ratio = tokens.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    none = torch.zeros_like(ratio, dtype=torch.bool)
-    return Surrogate(losses=-ratio * tokens.advantages, ratio=ratio.detach(), clipped_low=none, clipped_high=none)
+    return Surrogate.unclipped(-ratio * tokens.advantages, ratio=ratio)
 
 
 def plain_gradient(tokens: LossTokens) -> Surrogate:
@@ -193,5 +203,4 @@ def plain_gradient(tokens: LossTokens) -> Surrogate:
     Source: RLOO: Back to basics (arXiv 2402.14740).
     """
     ratio = tokens.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    none = torch.zeros_like(ratio, dtype=torch.bool)
-    return Surrogate(losses=-tokens.advantages * tokens.logprobs, ratio=ratio, clipped_low=none, clipped_high=none)
+    return Surrogate.unclipped(-tokens.advantages * tokens.logprobs, ratio=ratio)

@@ -142,9 +142,7 @@ class Objective:
             raise ConfigError(f"algorithm {self.algorithm.name}: its policy loss must give one loss for each of {len(old)} tokens, got {got}")
         if isinstance(given, Surrogate):
             return given
-        ratio = tokens.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        none = torch.zeros_like(ratio, dtype=torch.bool)
-        return Surrogate(losses=losses, ratio=ratio, clipped_low=none, clipped_high=none)
+        return Surrogate.unclipped(losses, ratio=tokens.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
 
     def _dropped(self, inputs: ObjectiveInputs) -> Bool[Tensor, " tokens"]:
         """Mark the tokens that the masks against the engine's policy leave out."""

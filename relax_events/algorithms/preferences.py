@@ -40,8 +40,6 @@ def direct_preference(tokens: LossTokens, *, beta: float, label_smoothing: float
     margin = worth[:, 0] - worth[:, 1]
     losses = -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
     pair_of = sample_of // 2
-    ratio = tokens.log_ratio.detach().exp()
-    none = torch.zeros_like(ratio, dtype=torch.bool)
-    values = ((margin > 0).to(ratio.dtype), margin.detach(), worth[:, 0].detach(), worth[:, 1].detach())
+    values = ((margin > 0).to(margin.dtype), margin.detach(), worth[:, 0].detach(), worth[:, 1].detach())
     figures: dict[str, Float[Tensor, " tokens"]] = {name: value[pair_of] for name, value in zip(FIGURES, values, strict=True)}
-    return Surrogate(losses=losses[pair_of], ratio=ratio, clipped_low=none, clipped_high=none, figures=figures)
+    return Surrogate.unclipped(losses[pair_of], ratio=tokens.log_ratio.detach().exp(), figures=figures)

@@ -32,6 +32,8 @@ class TrainerConfig(Section):
     """Gradients are scaled down to this norm."""
     max_tokens_per_micro_batch: Positive = 8192
     """Token budget of one packed micro-batch."""
+    share_prompts: bool = True
+    """Compute a prompt once for the samples of its group in a micro-batch, where that is cheaper; the same within rounding."""
     checkpoint_every: Positive = 50
     """Steps between checkpoints; between them recovery replays the log."""
     keep_checkpoints: Positive = 2

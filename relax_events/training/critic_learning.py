@@ -28,12 +28,13 @@ from relax_events.pipeline.source_run import SourceRun
 from relax_events.pipeline.worker import Worker
 from relax_events.training.checkpoints import Checkpoints
 from relax_events.training.critic_checkpoints import FOLDER, critic_checkpoints
-from relax_events.training.packing import pack_order, plain
+from relax_events.training.packing import pack_order
 from relax_events.training.pending_checkpoint import PendingCheckpoint
 from relax_events.training.protocol import Critic, ValueFigures
 from relax_events.training.ranks import SingleRank
 from relax_events.training.recorded_batches import RecordedBatch, RecordedBatches
 from relax_events.training.source_steps import SourceSteps
+from relax_events.training.token_sequence import plain
 
 log = structlog.get_logger()
 TURN_SECONDS = 0.5

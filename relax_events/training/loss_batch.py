@@ -16,6 +16,7 @@ from relax_events.config import AlgorithmConfig
 from relax_events.events.types import SampleReady
 from relax_events.training.packing import PackedBatch, loss_values, pack, require_whole_groups
 from relax_events.training.policy_model import TokenLogprobs
+from relax_events.training.row_layout import PromptSharing
 from relax_events.training.token_sets import TokenSets
 
 
@@ -32,7 +33,9 @@ class LossBatch:
     token_sets: TokenSets | None = None
 
     @classmethod
-    def of(cls, samples: Sequence[SampleReady], *, algorithm: AlgorithmConfig, vocab_size: int, share_rows: bool) -> LossBatch:
+    def of(
+        cls, samples: Sequence[SampleReady], *, algorithm: AlgorithmConfig, vocab_size: int, share_rows: bool, sharing: PromptSharing | None = None
+    ) -> LossBatch:
         """Pack samples; see `pack` for the arguments.
 
         Raises:
@@ -40,7 +43,7 @@ class LossBatch:
         """
         if algorithm.needs_whole_groups:
             require_whole_groups(samples)
-        batch = pack(samples, vocab_size=vocab_size, share_rows=share_rows)
+        batch = pack(samples, vocab_size=vocab_size, share_rows=share_rows, sharing=sharing)
         values = {name: loss_values(samples, field) for name, field in _fields(algorithm).items()}
         sets = TokenSets.of(samples, num_ids=algorithm.distill_top_k, vocab_size=vocab_size) if algorithm.has_topk_loss else None
         return cls(batch, values, [sample.sample_id for sample in samples], sets)

@@ -9,36 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
 
 import numpy as np
 from jaxtyping import Float32, Int64
 from numpy.typing import NDArray
 
 from relax_events.errors import PoisonSample
-from relax_events.events.parts import Array
-from relax_events.events.tensors import dense
 from relax_events.events.types import SampleReady
-
-
-class TokenSequence(Protocol):
-    """What packing needs of a sample; SampleRolledOut and SampleReady have it."""
-
-    @property
-    def sample_id(self) -> str:
-        """The sample's name, for errors."""
-
-    @property
-    def tokens(self) -> Array:
-        """Prompt and completion, int32."""
-
-    @property
-    def loss_mask(self) -> Array:
-        """1 where the policy chose the token."""
-
-    @property
-    def temperature(self) -> float:
-        """Divides the logits."""
+from relax_events.training.row_layout import PromptSharing, choose_layout, lay_apart, lay_branched, offsets_in
+from relax_events.training.token_sequence import TokenSequence, plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +31,10 @@ class PackedBatch:
     temperatures: Float32[np.ndarray, " loss_tokens"]
     num_loss_tokens: Int64[np.ndarray, " samples"]
     num_tokens: int
+    units: Int64[np.ndarray, "rows length"] | None = None
+    """Where prompts are shared: which prompt a cell belongs to."""
+    branches: Int64[np.ndarray, "rows length"] | None = None
+    """Where prompts are shared: 0 in a prompt, and a number for each completion behind it."""
 
 
 def pack_order(lengths: Sequence[int], *, max_tokens: int) -> list[slice]:
@@ -125,17 +108,21 @@ def require_whole_groups(samples: Sequence[SampleReady]) -> None:
             raise PoisonSample(f"prompt group {group_id} has samples {found} side by side; the loss takes all of it at once, {wanted}")
 
 
-def pack(samples: Sequence[TokenSequence], *, vocab_size: int, share_rows: bool = True, row_multiple: int = 1) -> PackedBatch:
+def pack(
+    samples: Sequence[TokenSequence], *, vocab_size: int, share_rows: bool = True, row_multiple: int = 1, sharing: PromptSharing | None = None
+) -> PackedBatch:
     """Lay samples into rows, positions starting at 0 for each sample.
 
-    Packed samples are told apart by their positions alone: the model must get no attention mask and `use_cache=False`, since with either of
-    them transformers lets neighbours leak into each other without a word.
+    Samples that stand apart are told from each other by their positions alone: the model must get no attention mask and `use_cache=False`, since
+    with either of them transformers lets neighbours leak into each other without a word. Where prompts are shared it needs the mask that
+    `units` and `branches` give.
 
     Args:
         samples: At least one.
         vocab_size: Bound of token ids.
         share_rows: Whether several samples may stand in one row; for models that can't keep them apart, False.
         row_multiple: Rows are padded to a multiple of so many tokens.
+        sharing: Compute a prompt once for the samples of its group that come one after the other, where that is cheaper.
     Returns:
         The arrays of the micro-batch; loss tokens are in the order of the samples.
     Raises:
@@ -152,24 +139,27 @@ def pack(samples: Sequence[TokenSequence], *, vocab_size: int, share_rows: bool 
         raise PoisonSample(
             f"sample {sample.sample_id}: token id {tokens[at]} is outside the vocabulary of {vocab_size}; was it made with another tokenizer?"
         )
-    row_length = padded_length(int(lengths.max()), multiple=row_multiple)
-    cells, num_rows = _row_layout(lengths, row_length=row_length, share_rows=share_rows)
-    places = np.arange(len(tokens)) + np.repeat(cells - first, lengths)
-    input_ids = np.zeros(num_rows * row_length, np.int64)
-    input_ids[places] = tokens
+    layout = lay_apart(lengths, share_rows=share_rows, row_multiple=row_multiple)
+    if sharing is not None:
+        layout = choose_layout(layout, lay_branched(samples, lengths), sharing)
+    shape = layout.num_rows, layout.row_length
+    input_ids = np.zeros(layout.num_rows * layout.row_length, np.int64)
+    input_ids[layout.places] = tokens
     # The rest of a row counts on from the row's start: behind a lone sample it is more of the same, which causal attention never looks at.
-    position_ids = np.tile(np.arange(row_length), num_rows)
-    position_ids[places] = np.arange(len(tokens)) - np.repeat(first, lengths)
+    position_ids = np.tile(np.arange(layout.row_length), layout.num_rows)
+    position_ids[layout.places] = offsets_in(lengths)
     num_loss_tokens = np.add.reduceat(mask.astype(np.int64), first)
     temperatures = np.array([sample.temperature for sample in samples], np.float32)
     return PackedBatch(
-        input_ids=input_ids.reshape(num_rows, row_length),
-        position_ids=position_ids.reshape(num_rows, row_length),
-        loss_positions=places[mask] - 1,
+        input_ids=input_ids.reshape(shape),
+        position_ids=position_ids.reshape(shape),
+        loss_positions=layout.places[np.flatnonzero(mask) - 1],
         targets=tokens[mask],
         temperatures=np.repeat(temperatures, num_loss_tokens),
         num_loss_tokens=num_loss_tokens,
         num_tokens=len(tokens),
+        units=None if layout.units is None else layout.units.reshape(shape),
+        branches=None if layout.branches is None else layout.branches.reshape(shape),
     )
 
 
@@ -184,29 +174,6 @@ def _checked_length(sample: TokenSequence) -> int:
     if not sample.temperature > 0:
         raise PoisonSample(f"sample {sample.sample_id}: temperature must be > 0, got {sample.temperature}")
     return len(tokens)
-
-
-def padded_length(length: int, *, multiple: int) -> int:
-    """Round a length up to a multiple."""
-    return -(-length // multiple) * multiple
-
-
-def _row_layout(lengths: NDArray[np.int64], *, row_length: int, share_rows: bool) -> tuple[NDArray[np.int64], int]:
-    """Give the cell where each sample starts, and the number of rows: first fit, longest sample first."""
-    if not share_rows:
-        return np.arange(len(lengths)) * row_length, len(lengths)
-    cells = np.empty(len(lengths), np.int64)
-    shortest, num_rows = int(lengths.min()), 0
-    open_rows: dict[int, int] = {}
-    for index in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[index])
-        row = next((row for row, used in open_rows.items() if used + length <= row_length), num_rows)
-        used = open_rows.pop(row, 0)
-        cells[index] = row * row_length + used
-        num_rows = max(num_rows, row + 1)
-        if used + length + shortest <= row_length:
-            open_rows[row] = used + length
-    return cells, num_rows
 
 
 def loss_values(samples: Sequence[SampleReady], field: str) -> NDArray[np.float32]:
@@ -237,8 +204,3 @@ def _values_like_mask(sample: SampleReady, field: str) -> NDArray[np.generic]:
     if values.shape != mask.shape:
         raise PoisonSample(f"sample {sample.sample_id}: {field} {values.shape} must be as long as tokens {mask.shape}")
     return values
-
-
-def plain(sample: TokenSequence, field: str) -> NDArray[np.generic]:
-    """Return an array field; one that still lies in the object store is a mistake of the caller."""
-    return dense(getattr(sample, field), what=f"sample {sample.sample_id}: {field}")

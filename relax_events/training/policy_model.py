@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from relax_events.config import ModelConfig
 from relax_events.errors import ConfigError
-from relax_events.models.causal_lm import load_causal_lm, replace_weights
+from relax_events.models.causal_lm import attention_kinds, load_causal_lm, replace_weights
 from relax_events.training.packing import PackedBatch
+from relax_events.training.row_layout import PromptSharing
 
 HEAD_ROWS = 8  # below eight rows the CPU's matrix product sums in another order, and a token's bits would depend on its company
 MAX_LOGITS_ELEMENTS = 2**26
@@ -25,6 +26,10 @@ ISOLATION_TOLERANCE = {torch.bfloat16: 5e-2, torch.float32: 1e-4, torch.float64:
 """Difference in nats that rounding explains; a leak between packed samples is far larger."""
 NEIGHBOURS = [0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2]
 """Positions of two samples in one row, and of the second of them alone."""
+BRANCHES = [0, 1, 2, 3, 4, 3, 4, 5], [0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 2, 5, 6, 7]
+"""Positions and branches of two completions behind one prompt, and where the second of them and the prompt stand."""
+MASKED_ATTENTION = ("sdpa", "eager")
+"""Implementations that take a mask of any form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,7 @@ class PolicyModel:
     """The model with its output head, on one device.
 
     At the start it proves on two short sequences that packed neighbours stay apart, and gives each sample a row of its own where they do not.
+    It also proves that two completions behind one prompt do; where they do not, `prompt_sharing` is None.
     """
 
     def __init__(self, path: Path, *, config: ModelConfig, device: torch.device, dtype: torch.dtype | None = None) -> None:
@@ -59,11 +65,13 @@ class PolicyModel:
         """
         self.device = device
         self.dtype = dtype or getattr(torch, config.dtype)
+        self._attention = config.attention
         self.module = load_causal_lm(path, attention=config.attention, dtype=self.dtype, device=device)
         self.vocab_size = len(self.module.get_input_embeddings().get_parameter("weight"))
         self._head: nn.Module = self.module.get_output_embeddings()
         self._require_linear_head(path)
         self.shares_rows = self._keeps_neighbours_apart()
+        self.prompt_sharing = PromptSharing(self._cell_cost()) if self._keeps_branches_apart() else None
 
     def token_logprobs(
         self, batch: PackedBatch, *, entropy_gradient: bool = False, ids: NDArray[np.int64] | None = None, num_best: int = 0
@@ -73,7 +81,7 @@ class PolicyModel:
         Only the hidden states that predict a loss token go through the head, so prompts cost no logits.
 
         Args:
-            batch: From `packing.pack`, with this model's `vocab_size` and `shares_rows`.
+            batch: From `packing.pack`, with this model's `vocab_size`, `shares_rows` and at most its `prompt_sharing`.
             entropy_gradient: Let the entropies carry a gradient.
             ids: Token ids whose log-probabilities are wanted too, [loss_tokens, ids]; with a gradient.
             num_best: In place of `ids`, take so many of the most probable ones.
@@ -82,7 +90,7 @@ class PolicyModel:
             torch.from_numpy(array).to(self.device)
             for array in (batch.input_ids, batch.position_ids, batch.loss_positions, batch.targets, batch.temperatures)
         )
-        hidden = self._hidden(input_ids, position_ids).flatten(0, 1).index_select(0, positions)
+        hidden = self._hidden(input_ids, position_ids, self._sight(batch.units, batch.branches)).flatten(0, 1).index_select(0, positions)
         wanted = torch.from_numpy(np.zeros((len(batch.targets), 0), np.int64) if ids is None else ids).to(self.device)
         chunk = max(1, MAX_LOGITS_ELEMENTS // self.vocab_size)
         if len(targets) <= chunk:
@@ -98,10 +106,26 @@ class PolicyModel:
         ]
         return TokenLogprobs(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
-    def _hidden(self, input_ids: Int[Tensor, "rows length"], position_ids: Int[Tensor, "rows length"]) -> Float[Tensor, "rows length hidden"]:
-        # No mask and no cache: with either, transformers 5 lets packed neighbours attend to each other.
-        hidden: Tensor = self.module.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+    def _hidden(
+        self,
+        input_ids: Int[Tensor, "rows length"],
+        position_ids: Int[Tensor, "rows length"],
+        sight: Float[Tensor, "rows 1 length length"] | None = None,
+    ) -> Float[Tensor, "rows length hidden"]:
+        # No cache, and no mask but a whole one: with either, transformers 5 lets packed neighbours attend to each other.
+        output = self.module.base_model(input_ids=input_ids, position_ids=position_ids, attention_mask=sight, use_cache=False)
+        hidden: Tensor = output.last_hidden_state
         return hidden
+
+    def _sight(
+        self, units: Int[np.ndarray, "rows length"] | None, branches: Int[np.ndarray, "rows length"] | None
+    ) -> Float[Tensor, "rows 1 length length"] | None:
+        """Return the mask of shared prompts: a token sees, of what stands before it in its unit, the prompt and its own branch."""
+        if units is None or branches is None:
+            return None
+        unit, branch = torch.from_numpy(units).to(self.device), torch.from_numpy(branches).to(self.device)
+        seen = (unit[:, :, None] == unit[:, None]) & ((branch[:, None] == 0) | (branch[:, :, None] == branch[:, None]))
+        return torch.where(seen.tril_(), 0.0, float("-inf")).to(self.dtype)[:, None]
 
     def _head_logprobs(
         self,
@@ -143,6 +167,24 @@ class PolicyModel:
         together = self._head(self._hidden(*together))[0, 5:].log_softmax(-1)
         alone = self._head(self._hidden(*alone))[0].log_softmax(-1)
         return bool((together - alone).abs().max() < ISOLATION_TOLERANCE[self.dtype])
+
+    @torch.no_grad()
+    def _keeps_branches_apart(self) -> bool:
+        if self._attention not in MASKED_ATTENTION or attention_kinds(self.module) != {"full_attention"}:
+            return False
+        positions, branches, alone = BRANCHES
+        ids, position_ids = probe(positions, vocab_size=self.vocab_size, device=self.device)
+        sight = self._sight(np.zeros((1, len(branches)), np.int64), np.array([branches]))
+        whole = self._head(self._hidden(ids, position_ids, sight))[0, alone].log_softmax(-1)
+        apart = self._head(self._hidden(ids[:, alone], position_ids[:, alone]))[0].log_softmax(-1)
+        return bool((whole - apart).abs().max() < ISOLATION_TOLERANCE[self.dtype])
+
+    def _cell_cost(self) -> float:
+        """Count multiplications: of a pair of tokens in all layers' attention, beside those of a token in all layers' matrices."""
+        config, base = self.module.config.get_text_config(), self.module.base_model
+        head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        num_weights = sum(parameter.numel() for parameter in base.parameters()) - self.module.get_input_embeddings().get_parameter("weight").numel()
+        return float(2 * config.num_hidden_layers * config.num_attention_heads * head_width / num_weights)
 
 
 def probe(positions: list[int], *, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:

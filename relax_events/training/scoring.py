@@ -16,9 +16,11 @@ from torch import Tensor
 from relax_events.config import ModelConfig
 from relax_events.events.types import SampleRolledOut
 from relax_events.models.causal_lm import choose_device
-from relax_events.training.packing import PackedBatch, TokenSequence, pack, pack_order, padded_length, plain
+from relax_events.training.packing import PackedBatch, pack, pack_order
 from relax_events.training.policy_model import PolicyModel
 from relax_events.training.protocol import SampleScores
+from relax_events.training.row_layout import padded_length
+from relax_events.training.token_sequence import TokenSequence, plain
 from relax_events.training.token_sets import token_ids
 from relax_events.training.torch_backend import make_deterministic
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from relax_events.errors import PoisonSample
 from relax_events.events.types import SampleReady, SampleRolledOut
-from relax_events.training.packing import plain
+from relax_events.training.token_sequence import plain
 
 
 @dataclass(frozen=True, slots=True)

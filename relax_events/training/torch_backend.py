@@ -57,7 +57,8 @@ class TorchBackend:
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Run forward and backward on a micro-batch; see `TrainerBackend`. Where the algorithm needs the whole step, that waits for `step`."""
         algorithm, model = self._config.algorithm, self._model
-        loss_batch = LossBatch.of(micro_batch, algorithm=algorithm, vocab_size=model.vocab_size, share_rows=model.shares_rows)
+        sharing = model.prompt_sharing if self._config.trainer.share_prompts else None
+        loss_batch = LossBatch.of(micro_batch, algorithm=algorithm, vocab_size=model.vocab_size, share_rows=model.shares_rows, sharing=sharing)
         if not len(loss_batch.batch.targets):
             return
         if algorithm.needs_whole_step:

@@ -16,9 +16,10 @@ from relax_events.errors import RunFailed
 from relax_events.events.types import SampleReady
 from relax_events.models.causal_lm import choose_device
 from relax_events.training.flat_parameters import FlatParameters
-from relax_events.training.packing import TokenSequence, loss_values, pack
+from relax_events.training.packing import loss_values, pack
 from relax_events.training.protocol import TrainerState, ValueFigures
 from relax_events.training.scoring import score_apart
+from relax_events.training.token_sequence import TokenSequence
 from relax_events.training.torch_backend import make_deterministic, scheduled_learning_rate
 from relax_events.training.value_model import ValueModel
 

@@ -67,7 +67,7 @@ def test_model_shares_rows_when_neighbours_stay_apart(dtype):
 
 
 def test_model_gives_each_sample_its_row_when_neighbours_leak(monkeypatch):
-    def leaky(self, input_ids, position_ids):
+    def leaky(self, input_ids, position_ids, sight=None):
         mask = torch.ones_like(input_ids)  # an all-ones mask makes transformers 5 forget the packing
         return self.module.base_model(input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False).last_hidden_state
 
