@@ -1,10 +1,11 @@
 """Runs every benchmark: `python -m benchmarks`."""
 
-from benchmarks import bus, codec, curves, footprint, kernels, rewards, skip, sync_async, trl, workloads
+from benchmarks import bus, codec, curves, footprint, kernels, rewards, shared_prompts, skip, sync_async, trl, workloads
 
 codec.main()
 rewards.main()
 kernels.main()
+shared_prompts.main()
 bus.main()
 skip.main()
 footprint.main()

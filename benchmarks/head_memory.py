@@ -38,6 +38,8 @@ class Row:
     tokens: NDArray[np.int32]
     loss_mask: NDArray[np.uint8]
     temperature: float = 1.0
+    prompt_group_id: str = ""
+    num_prompt_tokens: int = 1
 
 
 def make_model(folder: Path, *, vocab_size: int = VOCAB_SIZE) -> Path:
