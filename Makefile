@@ -24,9 +24,10 @@ setup: .venv/.ready ## Make the virtual environment (downloads about 2.5 GB, nea
 quickstart: setup ## Train a tiny model on this machine, every role its own process, on a real Kafka broker
 	$(BIN)/relax run configs/quickstart.toml
 
-test: setup ## Run all tests: those without a broker two at a time, the others one by one
+test: setup ## Run all tests: two at a time, but those that break things and have bounds in seconds one by one
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/unit tests/property
-	$(BIN)/python -m pytest -q tests/e2e tests/fault tests/integration
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/integration tests/e2e
+	$(BIN)/python -m pytest -q tests/fault
 
 test-fast: setup ## Run the tests that need no broker
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/unit tests/property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from relax_events.config import RunConfig
 
 TESTS = Path(__file__).parent
 RunConfigFactory = Callable[..., RunConfig]
+BROKER_LOG = pytest.StashKey[Path]()
+NUM_LOG_LINES = 40
 
 settings.register_profile("relax", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("relax")
@@ -41,7 +43,18 @@ def bootstrap_servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
     from relax_events.broker.embedded import EmbeddedBroker
 
     with EmbeddedBroker(tmp_path_factory.mktemp("broker")) as broker:
+        request.config.stash[BROKER_LOG] = broker.log_path
         yield broker.bootstrap_servers
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what the broker said last beside a failure."""
+    report = yield
+    log_path = item.config.stash.get(BROKER_LOG, None)
+    if report.failed and log_path is not None and "bootstrap_servers" in getattr(item, "fixturenames", ()):
+        report.sections.append(("the broker's log", "\n".join(log_path.read_text(errors="replace").splitlines()[-NUM_LOG_LINES:])))
+    return report
 
 
 @pytest.fixture

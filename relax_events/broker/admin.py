@@ -29,6 +29,7 @@ from relax_events.topics.plan import TopicSpec
 VISIBLE_EVERY_SECONDS = 0.02
 LEADER_CHANGE_SECONDS = 0.2
 PING_SECONDS = 1.0
+SHOWN_SECONDS = 60.0  # no request, but the broker's making of all the files: 10 s were not enough once, on a loaded machine
 ASK_SECONDS = 3.0  # a request that was under way when the broker died is not answered, and not repeated by the client
 
 
@@ -139,10 +140,10 @@ class Admin:
 
     def _await_shown(self, amiss: Callable[[set[str]], set[str]], what: str) -> None:
         """Ask until nothing is amiss with what is shown: the controller answers a few milliseconds before the brokers know, who tell nobody."""
-        deadline = Deadline(self._timeout_seconds)
+        deadline = Deadline(SHOWN_SECONDS)
         while names := amiss(set(self._client.list_topics(timeout=self._timeout_seconds).topics)):
             if deadline.passed:
-                raise BrokerUnavailable(f"topic {min(names)} {what} after {self._timeout_seconds:g} s; see that all brokers run")
+                raise BrokerUnavailable(f"topic {min(names)} {what} after {SHOWN_SECONDS:g} s; see that all brokers run, and their logs")
             time.sleep(VISIBLE_EVERY_SECONDS)
 
     def grow(self, name: str, num_partitions: int) -> None:

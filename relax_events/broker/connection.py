@@ -67,6 +67,7 @@ REMEDIES = {
     ),
 }
 QUIET_SECONDS = 10.0  # attempts come about every second
+EXCEPTION_LOST = "without setting an exception"
 CALLBACKS = {"error_cb", "on_commit", "stats_cb"}
 
 
@@ -94,7 +95,8 @@ def translate(error: KafkaError, what: str) -> BrokerError:
 def fatal_errors(what: str) -> Iterator[None]:
     """Translate an error after which a client does nothing any more.
 
-    The client sets its exception and goes on with our callbacks, where the first call into it trips over that.
+    The client sets its exception and goes on with our callbacks, where the first call into it trips over that, or the exception gets lost
+    (seen once with confluent-kafka 2.16.1).
 
     Raises:
         BrokerError: The block met one.
@@ -102,9 +104,11 @@ def fatal_errors(what: str) -> Iterator[None]:
     try:
         yield
     except SystemError as broken:
-        if not isinstance(broken.__cause__, KafkaException):
-            raise
-        raise translate(error_of(broken.__cause__), what) from broken
+        if isinstance(broken.__cause__, KafkaException):
+            raise translate(error_of(broken.__cause__), what) from broken
+        if EXCEPTION_LOST in str(broken):
+            raise ClientFailed(f"{what}: the client met a fatal error that it does not name; the worker must start again to go on") from broken
+        raise
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import structlog.testing
-from confluent_kafka import KafkaError
+from confluent_kafka import KafkaError, KafkaException
 
-from relax_events.broker.connection import Connection, ConnectionLog, translate
+from relax_events.broker.connection import Connection, ConnectionLog, fatal_errors, translate
 from relax_events.broker.refusals import Refusals
-from relax_events.errors import AccessDenied, BrokerError, BrokerRefused, BrokerUnavailable, Fenced
+from relax_events.errors import AccessDenied, BrokerError, BrokerRefused, BrokerUnavailable, ClientFailed, Fenced
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,21 @@ def test_errors_of_the_client_become_ours(code: int, kind: type[BrokerError]) ->
     error = translate(KafkaError(code), "writing to t")
     assert type(error) is kind
     assert str(error).startswith(f"writing to t: {KafkaError(code).name()} ")
+
+
+def test_fatal_error_that_tripped_a_callback_is_the_one_that_is_told() -> None:
+    with pytest.raises(AccessDenied, match="delivering records: CLUSTER_AUTHORIZATION_FAILED"), fatal_errors("delivering records"):
+        raise SystemError("returned a result with an exception set") from KafkaException(KafkaError(KafkaError.CLUSTER_AUTHORIZATION_FAILED))
+
+
+def test_fatal_error_whose_exception_was_lost_makes_the_worker_start_again() -> None:
+    with pytest.raises(ClientFailed, match="delivering records: the client met a fatal error"), fatal_errors("delivering records"):
+        raise SystemError("<method 'flush' of 'cimpl.Producer' objects> returned NULL without setting an exception")
+
+
+def test_other_errors_of_the_interpreter_are_not_taken_for_the_clients() -> None:
+    with pytest.raises(SystemError, match="bad argument"), fatal_errors("delivering records"):
+        raise SystemError("bad argument to internal function")
 
 
 def test_settings_keep_promises_above_the_users_and_the_users_above_ours() -> None:
