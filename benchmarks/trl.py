@@ -40,8 +40,8 @@ same order; the reward is the same function.
 - TRL {{version}} is one process, without vLLM. It has what makes it fastest: float32, no gradient checkpointing, a key and value cache, the whole
   step as one forward and backward pass, fused AdamW, no reference model, no logging, no checkpoints, the reward called directly and without a time
   limit; once with one thread, once with two. The better one counts, and so does our better one.
-- `long` is the same with strings of 5 to 20 letters and up to 32 new tokens, so that completions differ in length; `wide` is the same with a model
-  twice as wide and deep, so that computing weighs more. Both are there for the throughput: their steps are too few to learn much.
+- `long tail` is the same problem with completions as uneven as those of real tasks: nine strings of ten have 5 letters, the tenth has 20 to 28. Up to
+  48 new tokens; a model twice as wide and deep, so that computing weighs more (benchmarks/long_tail.toml).
 
 Steady state leaves out the first {FIRST_STEADY_STEP} steps. Start and end are what a run takes besides its steps. The reward counts as reached when
 the mean of {REWARD_STEPS} steps is {REWARD_AIM:g}; the time is that of the steps until then."""
@@ -49,12 +49,16 @@ the mean of {REWARD_STEPS} steps is {REWARD_AIM:g}; the time is that of the step
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is trained, as settings over the quickstart's run file."""
+    """What is trained."""
 
     name: str
     num_steps: int
-    overrides: tuple[str, ...] = ()
-    is_learnt: bool = True
+    run_file: Path = quickstart.CONFIG
+
+    @property
+    def slug(self) -> str:
+        """The name as part of a path and of a run's id."""
+        return slug_of(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,12 @@ class Side:
     @property
     def slug(self) -> str:
         """The name as part of a run's id."""
-        return re.sub(r"[^a-z0-9]+", "-", self.name.lower())
+        return slug_of(self.name)
+
+
+def slug_of(name: str) -> str:
+    """Write a name as part of a path and of a run's id."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,28 +125,18 @@ SIDES = (
     Side("TRL, 1 thread", "trl"),
     Side("TRL, 2 threads", "trl", threads=2),
 )
-LONG_STRINGS = (
-    "data.options={min_string_length = 5, max_string_length = 20}",
-    "engine.sampling.max_new_tokens=32",
-    "engine.max_context_tokens=128",
-    "warm_start.steps=400",
-)
-WIDE_MODEL = ("model.tiny.hidden_size=128", "model.tiny.num_layers=4")
-TASKS = (
-    Task("quickstart", num_steps=60),
-    Task("long", num_steps=20, overrides=LONG_STRINGS, is_learnt=False),
-    Task("wide", num_steps=20, overrides=WIDE_MODEL, is_learnt=False),
-)
+LONG_TAIL = Path(__file__).parent / "long_tail.toml"
+TASKS = (Task("quickstart", num_steps=60), Task("long tail", num_steps=40, run_file=LONG_TAIL))
 
 
 def overrides_of(task: Task, side: Side, seed: int) -> list[str]:
-    """Return all that differs from the quickstart's run file."""
-    return [*OBJECTIVE, *task.overrides, *side.overrides, f"run.num_steps={task.num_steps}", f"run.seed={seed}"]
+    """Return all that differs from the task's run file."""
+    return [*OBJECTIVE, *side.overrides, f"run.num_steps={task.num_steps}", f"run.seed={seed}"]
 
 
 def run_ours(folder: Path, task: Task, side: Side, seed: int) -> Outcome:
     """Run the task by `relax run`."""
-    found = quickstart.run(folder, f"{task.name}-{side.slug}-{seed}", overrides_of(task, side, seed))
+    found = quickstart.run(folder, f"{task.slug}-{side.slug}-{seed}", overrides_of(task, side, seed), run_file=task.run_file)
     curves = found["curves"]
     return Outcome(
         step_seconds=curves["step_seconds"],
@@ -151,7 +150,7 @@ def run_ours(folder: Path, task: Task, side: Side, seed: int) -> Outcome:
 
 def run_trl(folder: Path, task: Task, side: Side, seed: int) -> Outcome:
     """Run the task by TRL, in a process of its own environment."""
-    config = load_run_config(quickstart.CONFIG, [f"model.path={folder / 'model'}", *overrides_of(task, side, seed)], environment={})
+    config = load_run_config(task.run_file, [f"model.path={folder / 'model'}", *overrides_of(task, side, seed)], environment={})
     run_file, result = folder / "trl-run.json", folder / "trl-result.json"
     run_file.write_text(config.model_dump_json())
     threads = {"OMP_NUM_THREADS": str(side.threads), "MKL_NUM_THREADS": str(side.threads)}
@@ -173,8 +172,8 @@ def run_trl(folder: Path, task: Task, side: Side, seed: int) -> Outcome:
 def measure(folder: Path, task: Task, sides: Sequence[Side], num_rounds: int) -> Outcomes:
     """Run all sides in turn, each round beginning with another one."""
     folder.mkdir()
-    prepare = [sys.executable, "-m", "relax_events.cli", "models", "prepare", str(quickstart.CONFIG), f"model.path={folder / 'model'}"]
-    subprocess.run([*prepare, *task.overrides], check=True, timeout=PREPARE_SECONDS, stdout=subprocess.DEVNULL)
+    prepare = [sys.executable, "-m", "relax_events.cli", "models", "prepare", str(task.run_file), f"model.path={folder / 'model'}"]
+    subprocess.run(prepare, check=True, timeout=PREPARE_SECONDS, stdout=subprocess.DEVNULL)
     outcomes: Outcomes = {side.name: [] for side in sides}
     for seed in range(num_rounds):
         first = seed % len(sides)
@@ -201,25 +200,22 @@ def ratios(outcomes: Outcomes, side: str, other: str) -> list[float]:
     return [mine.completions_per_second / theirs.completions_per_second for mine, theirs in pairs]
 
 
-def row_of(outcomes: Outcomes, side: str, *, is_learnt: bool) -> dict[str, str]:
+def row_of(outcomes: Outcomes, side: str) -> dict[str, str]:
     """Sum up a side's runs."""
     own = outcomes[side]
     times = ratios(outcomes, side, best_of(outcomes, "trl"))
     reached = [outcome.seconds_to_reward for outcome in own]
     seconds = [value for value in reached if value is not None]
-    learnt = {
-        f"seconds to reward {REWARD_AIM:g}": f"{statistics.median(seconds):.1f}"
-        if len(seconds) == len(reached)
-        else f"in {len(seconds)} of {len(own)}",
-        f"reward of the last {NUM_LAST_STEPS} steps": f"{statistics.median(outcome.last_reward for outcome in own):.3f}",
-    }
     return {
         "side": side,
         "completions/s": f"{rate_of(own):,.0f}",
         "beside TRL's best": f"{statistics.median(times):.2f}x ({min(times):.2f} to {max(times):.2f})",
         "ms a step": f"{1000 * statistics.median(second for outcome in own for second in outcome.step_seconds[FIRST_STEADY_STEP:]):.0f}",
         "tokens a completion": f"{statistics.mean(statistics.mean(outcome.completion_tokens) for outcome in own):.1f}",
-        **(learnt if is_learnt else {}),
+        f"seconds to reward {REWARD_AIM:g}": f"{statistics.median(seconds):.1f}"
+        if len(seconds) == len(reached)
+        else f"in {len(seconds)} of {len(own)}",
+        f"reward of the last {NUM_LAST_STEPS} steps": f"{statistics.median(outcome.last_reward for outcome in own):.3f}",
         "start and end, s": f"{statistics.median(outcome.wall_seconds - sum(outcome.step_seconds) for outcome in own):.1f}",
         "a step by its parts, ms": ", ".join(f"{name} {1000 * second:.0f}" for name, second in mean_parts(own).items()),
     }
@@ -239,10 +235,9 @@ def conclusion_of(task: Task, outcomes: Outcomes) -> str:
         side = best_of(outcomes, kind)
         times = statistics.median(ratios(outcomes, side, trl))
         sentences.append(f"{side}: {times:.2f}x the throughput of {trl}; aim {aim:g}x: {verdict(times >= aim)}.")
-        if task.is_learnt:
-            mine, theirs = (statistics.median(outcome.last_reward for outcome in outcomes[name]) for name in (side, trl))
-            reached = verdict(mine >= theirs - REWARD_MARGIN)
-            sentences.append(f"Its final reward is {mine:.3f}, TRL's {theirs:.3f}; aim no more than {REWARD_MARGIN:g} below: {reached}.")
+        mine, theirs = (statistics.median(outcome.last_reward for outcome in outcomes[name]) for name in (side, trl))
+        reached = verdict(mine >= theirs - REWARD_MARGIN)
+        sentences.append(f"Its final reward is {mine:.3f}, TRL's {theirs:.3f}; aim no more than {REWARD_MARGIN:g} below: {reached}.")
     return f"{task.name}: " + " ".join(sentences)
 
 
@@ -260,7 +255,7 @@ def publish(measured: Mapping[str, Outcomes], folder: Path = report.FOLDER) -> N
         question=QUESTION.format(version=environment.pinned("trl", "trl")),
         command="python -m benchmarks.trl",
         tables={
-            f"{task.name}, {task.num_steps} steps": [row_of(measured[task.name], side, is_learnt=task.is_learnt) for side in measured[task.name]]
+            f"{task.name}, {task.num_steps} steps": [row_of(measured[task.name], side) for side in measured[task.name]]
             for task in tasks
         },
         conclusion="\n".join(f"- {conclusion_of(task, measured[task.name])}" for task in tasks),
@@ -282,8 +277,8 @@ def main() -> None:
     measured: dict[str, Outcomes] = {}
     with tempfile.TemporaryDirectory(prefix="relax-trl-") as folder:
         for task in tasks:
-            measured[task.name] = measure(Path(folder) / task.name, task, SIDES, num_rounds)
-            print(report.table_of([row_of(measured[task.name], side.name, is_learnt=task.is_learnt) for side in SIDES]))
+            measured[task.name] = measure(Path(folder) / task.slug, task, SIDES, num_rounds)
+            print(report.table_of([row_of(measured[task.name], side.name) for side in SIDES]))
             print(conclusion_of(task, measured[task.name]), flush=True)
     if not (arguments.quick or arguments.task):
         publish(measured)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import environment, quickstart, trl
+from benchmarks import environment, trl
 from relax_events.config import load_run_config
 
 
@@ -28,10 +28,10 @@ def outcomes(on_policy: list[float], asynchronous: list[float], theirs: list[flo
 
 
 @pytest.mark.parametrize("side", trl.SIDES, ids=lambda side: side.slug)
-@pytest.mark.parametrize("task", trl.TASKS, ids=lambda task: task.name)
+@pytest.mark.parametrize("task", trl.TASKS, ids=lambda task: task.slug)
 def test_settings_of_a_side_make_the_run_file_of_the_task(task: trl.Task, side: trl.Side) -> None:
-    run_id = f"run.id={task.name}-{side.slug}-0"
-    config = load_run_config(quickstart.CONFIG, [run_id, *trl.overrides_of(task, side, seed=1)], environment={})
+    run_id = f"run.id={task.slug}-{side.slug}-0"
+    config = load_run_config(task.run_file, [run_id, *trl.overrides_of(task, side, seed=1)], environment={})
     assert (config.run.num_steps, config.run.seed) == (task.num_steps, 1)
     assert config.algorithm.kl_coefficient == 0
     assert not config.algorithm.needs_whole_step
@@ -66,7 +66,6 @@ def test_conclusion_says_so_when_the_reward_is_lower() -> None:
     measured = outcomes([0.8], [0.5], [1.0])
     measured["ours, async K=1"] = [outcome(0.5, rewards=[0.9] * 8)]
     assert trl.conclusion_of(trl.TASKS[0], measured).endswith("Its final reward is 0.900, TRL's 0.950; aim no more than 0.02 below: missed.")
-    assert "reward" not in trl.conclusion_of(trl.TASKS[1], measured)
 
 
 def test_ratios_are_of_one_round() -> None:
