@@ -14,7 +14,7 @@ from relax_events.broker.damage import damage_error
 from relax_events.broker.deadline import Deadline
 from relax_events.broker.fetching import HAND_OVER_SECONDS, LEADER_CHANGE_SECONDS, READER_SETTINGS, Fetching, Place, is_end, place_of, record_of
 from relax_events.broker.heartbeats import STATISTICS_SECONDS, HeartbeatWatch
-from relax_events.broker.membership import memberships
+from relax_events.broker.membership import MembershipWatch
 from relax_events.broker.records import Record, logged
 from relax_events.errors import BrokerError, BrokerUnavailable, ClientFailed
 from relax_events.events.container import LoggedRecord
@@ -23,7 +23,6 @@ from relax_events.events.parts import TopicOffset
 log = structlog.get_logger()
 STREAMED_AT_ONCE = 500
 ARRIVAL_SECONDS = 0.05
-LOOK_SECONDS, MAX_MISMATCHES = 6.0, 1
 
 OnRevoked = Callable[[list[TopicOffset], Deadline], None]
 
@@ -59,7 +58,7 @@ class GroupConsumer(Fetching):
         super().__init__(Consumer(settings), connection)
         self._on_assigned, self._on_revoked = on_assigned, on_revoked
         self._consumer_group, self._is_leaving = consumer_group, False
-        self._looks_at, self._num_mismatches = time.monotonic() + LOOK_SECONDS, 0
+        self._membership = MembershipWatch(connection, consumer_group)
         self.positions: dict[tuple[str, int], int] = {}
         self._consumer.subscribe(list(topics), on_assign=self._assign, on_revoke=self._revoke, on_lost=self._lose)
 
@@ -73,35 +72,13 @@ class GroupConsumer(Fetching):
         if self._heartbeats.is_silent:
             raise ClientFailed(f"this client's heartbeats for {self._consumer_group} have stopped; the worker must start again to go on")
         if records:
-            self._looks_at = time.monotonic() + LOOK_SECONDS
-        elif time.monotonic() >= self._looks_at:
-            self._look()
+            self._membership.hear()
+        elif self._membership.is_due:
+            self._membership.look(self._consumer.memberid(), frozenset(self.positions))
         held = [record for record in records if (record.topic, record.partition) in self.positions]
         for record in held:
             self.positions[record.topic, record.partition] = record.offset + 1
         return held
-
-    def _look(self) -> None:
-        """See whether the broker takes this quiet client for a member, with what it holds: a client can forget to join anew.
-
-        Seen with librdkafka 2.16 after its broker had stood still for longer than the session: partitions lost, and never asked for again.
-        """
-        self._looks_at = time.monotonic() + LOOK_SECONDS
-        try:
-            members = memberships(self._connection, self._consumer_group)
-        except BrokerError as error:
-            log.debug("membership.unknown", consumer_group=self._consumer_group, error=str(error))
-            return
-        given = next((member.places for member in members if member.member_id == self._consumer.memberid()), None)
-        if given == frozenset(self.positions):
-            self._num_mismatches = 0
-            return
-        self._num_mismatches += 1
-        found = "does not know this client" if given is None else f"gave this client {len(given)} partitions"
-        log.warning("membership.mismatch", consumer_group=self._consumer_group, broker=found, num_held=len(self.positions))
-        if self._num_mismatches > MAX_MISMATCHES:
-            held = f"the coordinator of {self._consumer_group} {found}, which holds {len(self.positions)}"
-            raise ClientFailed(f"{held}; the worker must start again to go on")
 
     def commit(self, offsets: Iterable[TopicOffset], *, wait: Deadline | None = None) -> None:
         """Commit next positions. A lost commit means redelivery, which ids make harmless; so without `wait` nobody waits.

@@ -8,19 +8,24 @@ Source: Kafka protocol guide (FindCoordinator v1, ConsumerGroupDescribe v0).
 from __future__ import annotations
 
 import struct
+import time
 from dataclasses import dataclass, replace
 from functools import partial
+
+import structlog
 
 from relax_events.broker.connection import Connection
 from relax_events.broker.fetching import Place
 from relax_events.broker.wire import Reader, Wire, compact_text, text
-from relax_events.errors import BrokerError, BrokerUnavailable
+from relax_events.errors import BrokerError, BrokerUnavailable, ClientFailed
 
+log = structlog.get_logger()
 FIND_COORDINATOR, CONSUMER_GROUP_DESCRIBE = 10, 69
 OF_A_GROUP = 0
 COMING_UP = {14, 15, 16}  # the coordinator loads, or has moved
 NO_GROUP = 69
 ANSWER_SECONDS = 5.0
+LOOK_SECONDS, MAX_MISMATCHES = 6.0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,49 @@ class Membership:
     member_id: str
     client_id: str
     places: frozenset[Place]
+
+
+class MembershipWatch:
+    """Sees whether the broker takes a quiet client for a member, with what it holds: a client can forget to join anew.
+
+    Seen with librdkafka 2.16 after its broker had stood still for longer than the session: partitions lost, and never asked for again.
+    """
+
+    def __init__(self, connection: Connection, consumer_group: str) -> None:
+        self._connection, self._consumer_group = connection, consumer_group
+        self._num_mismatches = 0
+        self.hear()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the client has been quiet for so long that it is time to look."""
+        return time.monotonic() >= self._looks_at
+
+    def hear(self) -> None:
+        """Note that records came, or that we have looked."""
+        self._looks_at = time.monotonic() + LOOK_SECONDS
+
+    def look(self, member_id: str, held: frozenset[Place]) -> None:
+        """Compare what the client holds with what the coordinator says, where that can be reached.
+
+        Raises:
+            ClientFailed: They differed the last time too: no rebalance takes that long.
+        """
+        self.hear()
+        try:
+            members = memberships(self._connection, self._consumer_group)
+        except BrokerError as error:
+            log.debug("membership.unknown", consumer_group=self._consumer_group, error=str(error))
+            return
+        given = next((member.places for member in members if member.member_id == member_id), None)
+        if given == held:
+            self._num_mismatches = 0
+            return
+        self._num_mismatches += 1
+        found = "does not know this client" if given is None else f"gave this client {len(given)} partitions"
+        log.warning("membership.mismatch", consumer_group=self._consumer_group, broker=found, num_held=len(held))
+        if self._num_mismatches > MAX_MISMATCHES:
+            raise ClientFailed(f"the coordinator of {self._consumer_group} {found}, which holds {len(held)}; the worker must start again to go on")
 
 
 def coordinator_of(connection: Connection, consumer_group: str) -> Connection:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from broker_steps import turn_until
 
-from relax_events.broker import consumer as consuming
+from relax_events.broker import membership
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import GroupConsumer
 from relax_events.broker.membership import Membership, memberships
@@ -21,7 +21,7 @@ QUIET_SECONDS = 4.0
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let members look often."""
-    monkeypatch.setattr(consuming, "LOOK_SECONDS", 1.0)
+    monkeypatch.setattr(membership, "LOOK_SECONDS", 1.0)
 
 
 def joined(connection: Connection, name: str, group: str, topic: str) -> GroupConsumer:
@@ -61,7 +61,7 @@ def test_client_that_the_broker_sees_otherwise_fails(
     turn_until(lambda: len(consumer.positions) == 2, lambda: consumer.fetch(timeout_seconds=0.1))
     (member,) = memberships(connection, group)
     other = Membership(member.member_id, member.client_id, frozenset([(topic, 0)]))
-    monkeypatch.setattr(consuming, "memberships", lambda *_: [other] if known else [])
+    monkeypatch.setattr(membership, "memberships", lambda *_: [other] if known else [])
     with pytest.raises(ClientFailed, match="gave this client 1 partitions, which holds 2" if known else "does not know this client"):
         turn_until(lambda: False, lambda: consumer.fetch(timeout_seconds=0.1))
     consumer.close()
