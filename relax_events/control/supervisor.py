@@ -114,7 +114,6 @@ class Supervisor:
 
     def start(self) -> None:
         """Start every worker."""
-        self._logs.mkdir(parents=True, exist_ok=True)
         for managed in self._processes.values():
             self._spawn(managed)
 
@@ -122,6 +121,7 @@ class Supervisor:
         managed.starts = [*managed.starts[-50:], time.monotonic()]
         environment = {name: value for name, value in worker_environment().items() if name not in SHARED_VARIABLES}
         environment |= {"RELAX_TELEMETRY__METRICS_PORT": str(managed.metrics_port), **managed.credentials}
+        managed.log_path.parent.mkdir(parents=True, exist_ok=True)  # the run's folder may have been deleted: its worker says so, in a log
         with managed.log_path.open("ab") as file:
             managed.process = subprocess.Popen(
                 managed.command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True, env=environment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -66,6 +67,19 @@ def test_worker_that_died_is_started_again(make_run_config: MakeRunConfig, tmp_p
     assert supervisor.num_restarts == len(supervisor._processes)
     assert {managed.process for managed in supervisor._processes.values()} == {None}
     assert supervisor.fenced == {}
+
+
+def test_reason_is_told_although_the_folder_of_the_run_was_deleted(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
+    supervisor = ended(make_run_config(workers={"max_restarts": 1}), tmp_path, 2)
+    for managed in supervisor._processes.values():
+        shutil.rmtree(managed.log_path.parent, ignore_errors=True)
+        managed.process = None
+    supervisor.tend()
+    for managed in supervisor._processes.values():
+        assert managed.process is not None
+        managed.process.wait(30)
+    with pytest.raises(ConfigError, match=r"controller-0 ended with exit code 2; the end of .*:\nerror: the reason"):
+        supervisor.tend()
 
 
 def test_worker_that_lived_for_long_is_started_again_at_once(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
