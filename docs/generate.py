@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import sys
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.core import Metric
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from relax_events import errors
 from relax_events.algorithms.describing import describe, installed_algorithms
 from relax_events.config import RunConfig
+from relax_events.control.run_metrics import RunMetrics
+from relax_events.control.run_state import RunState
 from relax_events.events.schemas import current_schemas
 from relax_events.rewards.describing import describe_reward
 from relax_events.rewards.hub import reward_names
@@ -133,12 +137,22 @@ def topics_page() -> str:
 
 
 def metrics_page() -> str:
-    """Every metric of a worker."""
-    rows = []
-    for family in WorkerMetrics("trainer").registry.collect():
-        suffix = "_total" if family.type == "counter" else ""
-        rows.append(f"| `{family.name}{suffix}` | {family.type} | {family.documentation} |")
-    return "\n".join(["# Metrics", "", "Served by every worker on `/metrics`.", "", "| metric | type | meaning |", "|---|---|---|", *rows, ""])
+    """Every metric: of a worker, and of the run."""
+    config = RunConfig.model_validate({"run": {"id": "documented"}, "model": {"path": "model"}, "data": {"source": "jsonl:rows"}})
+    parts = [
+        "# Metrics",
+        "All names begin with `relax_`, all values are in base units. No label holds a version or an id; the scrape target says which run it is.",
+        "## Of every worker\n\nServed on `/metrics` of every worker.",
+        _metric_rows(WorkerMetrics("trainer").registry.collect()),
+        "## Of the run\n\nServed by the controller in addition, which keeps the run's state: it is rebuilt from the control log at each start.",
+        _metric_rows(RunMetrics(config, RunState()).collect()),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _metric_rows(families: Iterable[Metric]) -> str:
+    rows = [f"| `{family.name}{'_total' if family.type == 'counter' else ''}` | {family.type} | {family.documentation} |" for family in families]
+    return "\n".join(["| metric | type | meaning |", "|---|---|---|", *rows])
 
 
 def rewards_page() -> str:

@@ -11,6 +11,7 @@ import time
 import structlog
 
 from relax_events.config import RunConfig
+from relax_events.control.run_metrics import RunMetrics
 from relax_events.control.run_state import FOLLOWED, RunState
 from relax_events.control.topics.purger import Purger
 from relax_events.control.topics.retention import RetentionKeeper
@@ -39,6 +40,7 @@ class ControllerLoop:
     def __init__(self, worker: Worker) -> None:
         self._worker, self._config = worker, worker.config
         self._state = RunState()
+        worker.metrics.registry.register(RunMetrics(self._config, self._state))
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._restarted: dict[str, int] = {}
         self._purger = Purger(self._config, worker.connection, open_store(self._config), worker.codec)
