@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
+from urllib.request import urlopen
 
 import orjson
 import psutil
@@ -244,6 +245,12 @@ class FaultRun:
         figures: dict[str, Any] = orjson.loads(ended.stdout or b"{}")
         assert (ended.returncode, figures.get("problems")) == (0, []), f"{figures}\n{ended.stderr.decode()}"
         return figures
+
+    def metrics(self, worker_id: str) -> dict[str, float]:
+        """Scrape a worker; return values by sample, named as Prometheus's text format writes it."""
+        with urlopen(f"http://127.0.0.1:{self.state.workers[worker_id].metrics_port}/metrics", timeout=5) as answer:
+            lines = [line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#")]
+        return {sample: float(value) for sample, value in lines}
 
     def records(self, entity: str, *, num_partitions: int = 1) -> list[Record]:
         """Read a topic to its end."""

@@ -23,6 +23,9 @@ def test_run_ends_by_itself_when_every_role_is_killed_once(start_run: Callable[.
         run.until_ready_again(worker_id, killed=killed)
     run.until_ready_again(*run.worker_ids, killed=killed)
     assert run.state.num_steps < run.config.run.num_steps, "everything was killed within the run, not after it"
+    served = run.metrics("controller-0")
+    assert served["relax_train_steps_total"] >= len(NEEDED), "the controller that came after knows the run from its log"
+    assert sum(value for sample, value in served.items() if sample.startswith("relax_workers{") and "silent" not in sample) == len(run.worker_ids)
 
     assert run.until_ended(process) == 0
     assert_books_balance(run)

@@ -362,6 +362,9 @@ class MemoryConsumer:
     def consumer_group_metadata(self) -> str:
         return self._group
 
+    def memberid(self) -> str:
+        return str(id(self))
+
     def close(self) -> None:
         if self._topics and self in self._kafka.members[self._group]:
             self._call("on_revoke", set(self._positions))

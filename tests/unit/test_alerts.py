@@ -1,0 +1,54 @@
+"""The alerts of compose/prometheus: their own tests pass, their metrics exist, and each leads to a page."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from relax_events.config import RunConfig
+from relax_events.control.run_metrics import RunMetrics
+from relax_events.control.run_state import RunState
+from relax_events.telemetry.metrics import WorkerMetrics
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "compose" / "prometheus"
+RULES: list[dict[str, Any]] = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"][0]["rules"]
+PROMTOOL = shutil.which("promtool")
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed; it comes with Debian's package prometheus")
+def test_every_case_of_the_rules_comes_out_as_it_says() -> None:
+    done = subprocess.run([str(PROMTOOL), "test", "rules", "alerts_test.yml"], cwd=FOLDER, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_must_not() -> None:
+    cases: Counter[tuple[str, bool]] = Counter()
+    for test in yaml.safe_load((FOLDER / "alerts_test.yml").read_text())["tests"]:
+        for case in test["alert_rule_test"]:
+            cases[case["alertname"], bool(case["exp_alerts"])] += 1
+    assert set(cases) == {(rule["alert"], fires) for rule in RULES for fires in (True, False)}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_alert_leads_to_a_page_of_its_name(rule: dict[str, Any]) -> None:
+    assert re.fullmatch("(Relax)([A-Z][a-z]+)+", rule["alert"])
+    assert rule["labels"]["severity"] in ("info", "warning", "critical")
+    page = (ROOT / rule["annotations"]["runbook"]).read_text()
+    assert page.startswith(f"# {rule['alert']}\n")
+    assert f"[{rule['alert']}](alerts/{Path(rule['annotations']['runbook']).name})" in (ROOT / "docs" / "how-to" / "watch-a-run.md").read_text()
+
+
+def test_alerts_ask_for_metrics_that_are_served(make_run_config: Callable[..., RunConfig]) -> None:
+    families = [*WorkerMetrics("trainer").registry.collect(), *RunMetrics(make_run_config(), RunState()).collect()]
+    served = {f"{family.name}{'_total' if family.type == 'counter' else ''}" for family in families}
+    asked = {name for rule in RULES for name in re.findall(r"\brelax_\w+", rule["expr"])}
+    assert asked - served == set()
