@@ -249,15 +249,13 @@ def verdict(is_reached: bool) -> str:
 def publish(measured: Mapping[str, Outcomes], folder: Path = report.FOLDER) -> None:
     """Write the page."""
     tasks = [task for task in TASKS if task.name in measured]
+    num_rounds = max(len(runs) for outcomes in measured.values() for runs in outcomes.values())
     report.write(
         "trl",
         title="Whole runs beside TRL",
         question=QUESTION.format(version=environment.pinned("trl", "trl")),
-        command="python -m benchmarks.trl",
-        tables={
-            f"{task.name}, {task.num_steps} steps": [row_of(measured[task.name], side) for side in measured[task.name]]
-            for task in tasks
-        },
+        command=f"python -m benchmarks.trl --rounds {num_rounds}",
+        tables={f"{task.name}, {task.num_steps} steps": [row_of(measured[task.name], side) for side in measured[task.name]] for task in tasks},
         conclusion="\n".join(f"- {conclusion_of(task, measured[task.name])}" for task in tasks),
         data={name: {side: [asdict(one) for one in own] for side, own in outcomes.items()} for name, outcomes in measured.items()},
         folder=folder,
