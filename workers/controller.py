@@ -12,10 +12,10 @@ import structlog
 
 from relax_events.config import RunConfig
 from relax_events.control.run_metrics import RunMetrics
-from relax_events.control.run_state import FOLLOWED, RunState
+from relax_events.control.run_state import FOLLOWED, RunState, is_silent
 from relax_events.control.topics.purger import Purger
 from relax_events.control.topics.retention import RetentionKeeper
-from relax_events.events.parts import Command, WorkerState, now_micros
+from relax_events.events.parts import Command, now_micros
 from relax_events.events.types import Event, RunCommanded
 from relax_events.pipeline.control import ControlFollower
 from relax_events.pipeline.description import describe, is_told
@@ -124,8 +124,7 @@ class ControllerLoop:
         if self._worker.beats.started_at > limit:
             return  # old beats may be of an earlier session; everyone gets the time to beat again
         for worker_id, beat in self._state.workers.items():
-            hung = beat.beat_at < limit and beat.state not in (WorkerState.STOPPED, WorkerState.STARTING)
-            if hung and self._restarted.get(worker_id) != beat.beat_at:
+            if is_silent(beat, seconds=self._config.workers.hung_seconds) and self._restarted.get(worker_id) != beat.beat_at:
                 self._restarted[worker_id] = beat.beat_at
                 self._command(Command.RESTART, role=beat.role, worker_id=worker_id, reason=f"no beat for {self._config.workers.hung_seconds:g} s")
 

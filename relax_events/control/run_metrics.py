@@ -9,8 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from relax_events.config import RunConfig
-from relax_events.control.run_state import RunState
-from relax_events.events.parts import WorkerState, now_micros
+from relax_events.control.run_state import RunState, is_silent, staleness_max
+from relax_events.events.parts import WorkerState
 from relax_events.events.types import TrainStepCommitted, WorkerBeat
 
 SILENT = "silent"
@@ -30,21 +30,31 @@ class RunMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Give every metric family, from what the state holds now."""
-        config, state = self._config, self._state
-        yield counted("relax_train_steps", "Train steps that were committed, in all of the run.", state.num_steps)
-        yield gauge("relax_train_steps_goal", "Train steps at which the run has reached its goal.", config.num_train_steps)
-        yield gauge("relax_run_ended", "1 when the run has reached its goal or was given up, else 0.", int(state.ended is not None))
-        yield gauge("relax_published_policy_version", "The newest policy version; it is that of the starting weights at first.", state.policy_version)
-        yield gauge("relax_staleness_bound_versions", "Policy versions that a sample may be behind when it is trained.", config.run.max_staleness)
-        failed = "Prompt groups that failed one after the other, since one was trained last."
-        yield gauge("relax_prompt_groups_failed_in_a_row", failed, state.failed_in_a_row)
-        yield gauge("relax_prompt_groups_failed_bound", "So many failures in a row end the run.", config.run.max_failed_groups)
-        yield gauge("relax_checkpoint_every_steps", "Train steps between checkpoints.", config.trainer.checkpoint_every)
-        behind = next((behind for behind, step in enumerate(reversed(state.steps)) if step.checkpoint is not None), state.num_steps)
-        yield gauge("relax_checkpoint_behind_steps", "Train steps since the newest checkpoint, which recovery would replay.", behind)
-        yield from self._newest_step(state.steps[-1:])
-        yield from self._workers(list(state.workers.values()))
+        yield CounterMetricFamily("relax_train_steps", "Train steps that were committed, in all of the run.", value=self._state.num_steps)
+        for name, text, value in self._standing():
+            yield GaugeMetricFamily(name, text, value=value)
+        yield from self._newest_step(self._state.steps[-1:])
+        yield from self._workers(list(self._state.workers.values()))
         yield from self._evaluations()
+
+    def _standing(self) -> list[tuple[str, str, float]]:
+        """Give what is always known: name, text, value."""
+        config, state = self._config, self._state
+        behind = next((behind for behind, step in enumerate(reversed(state.steps)) if step.checkpoint is not None), state.num_steps)
+        return [
+            ("relax_train_steps_goal", "Train steps at which the run has reached its goal.", config.num_train_steps),
+            ("relax_run_ended", "1 when the run has reached its goal or was given up, else 0.", int(state.ended is not None)),
+            ("relax_published_policy_version", "The newest policy version; it is that of the starting weights at first.", state.policy_version),
+            ("relax_staleness_bound_versions", "Policy versions that a sample may be behind when it is trained.", config.run.max_staleness),
+            (
+                "relax_prompt_groups_failed_in_a_row",
+                "Prompt groups that failed one after the other, since one was trained last.",
+                state.failed_in_a_row,
+            ),
+            ("relax_prompt_groups_failed_bound", "So many failures in a row end the run.", config.run.max_failed_groups),
+            ("relax_checkpoint_every_steps", "Train steps between checkpoints.", config.trainer.checkpoint_every),
+            ("relax_checkpoint_behind_steps", "Train steps since the newest checkpoint, which recovery would replay.", behind),
+        ]
 
     def _newest_step(self, steps: Iterable[TrainStepCommitted]) -> Iterator[Metric]:
         committed = GaugeMetricFamily("relax_train_step_timestamp_seconds", "When the newest train step was committed.")
@@ -53,7 +63,7 @@ class RunMetrics(Collector):
         staleness = GaugeMetricFamily("relax_staleness_max_versions", "Policy versions that the oldest sample of the newest train step was behind.")
         for step in steps:
             committed.add_metric([], step.committed_at / MICROS)
-            staleness.add_metric([], max((age for age, count in enumerate(step.staleness_counts) if count), default=0))
+            staleness.add_metric([], staleness_max(step))
             for name, value in step.figures.items():
                 figures.add_metric([name], value)
             for name, value in step.phase_seconds.items():
@@ -61,9 +71,9 @@ class RunMetrics(Collector):
         yield from (committed, staleness, figures, phases)
 
     def _workers(self, beats: Iterable[WorkerBeat]) -> Iterator[Metric]:
-        """Count workers by what they said last; one that said nothing for `workers.hung_seconds` is silent, unless it had stopped."""
-        limit = now_micros() - int(self._config.workers.hung_seconds * MICROS)
-        standings = [(beat, standing_of(beat, limit=limit)) for beat in beats]
+        """Count workers by what they said last; one that owes a beat for `workers.hung_seconds` is silent."""
+        hung_seconds = self._config.workers.hung_seconds
+        standings = [(beat, SILENT if is_silent(beat, seconds=hung_seconds) else beat.state.value) for beat in beats]
         counts = Counter((beat.role, standing) for beat, standing in standings)
         family = GaugeMetricFamily("relax_workers", "Workers by role and by what they said last.", labels=["role", "state"])
         for role in sorted({*self._config.roles(), *(role for role, _ in counts)}):
@@ -85,22 +95,3 @@ class RunMetrics(Collector):
             if event.reward_mean is not None:
                 reward.add_metric([dataset], event.reward_mean)
         yield from (version, reward)
-
-
-def standing_of(beat: WorkerBeat, *, limit: int) -> str:
-    """Return a worker's state, or that it has been silent since before `limit`, microseconds since the epoch."""
-    return SILENT if beat.beat_at < limit and beat.state is not WorkerState.STOPPED else beat.state.value
-
-
-def gauge(name: str, text: str, value: float) -> Metric:
-    """Make a family of one sample."""
-    family = GaugeMetricFamily(name, text)
-    family.add_metric([], value)
-    return family
-
-
-def counted(name: str, text: str, value: float) -> Metric:
-    """Make a counter of one sample; its name gets `_total` when it is served."""
-    family = CounterMetricFamily(name, text)
-    family.add_metric([], value)
-    return family

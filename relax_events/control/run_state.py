@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from relax_events.events.parts import Command, Outcome
+from relax_events.events.parts import Command, Outcome, WorkerState, now_micros
 from relax_events.events.types import (
     Event,
     MetricsReported,
@@ -91,3 +91,13 @@ class RunState:
     def reward(self) -> float | None:
         """Mean reward of the newest step; None before the first, and where nothing is rewarded."""
         return self.steps[-1].figures.get("reward_mean") if self.steps else None
+
+
+def is_silent(beat: WorkerBeat, *, seconds: float) -> bool:
+    """Tell whether a worker owes us a beat since so long; one that has stopped owes none, nor does one that still loads what it needs."""
+    return beat.beat_at < now_micros() - int(seconds * 1e6) and beat.state not in (WorkerState.STOPPED, WorkerState.STARTING)
+
+
+def staleness_max(step: TrainStepCommitted) -> int:
+    """Return how many policy versions the oldest sample of a train step was behind."""
+    return max((age for age, count in enumerate(step.staleness_counts) if count), default=0)

@@ -87,9 +87,10 @@ def test_workers_are_counted_by_what_they_said_last(make_run_config: MakeRunConf
         beat("rollout-1", WorkerState.WORKING, seconds_ago=6.0),
         beat("reward-0", WorkerState.STOPPED, seconds_ago=60.0),
         beat("reward-7", WorkerState.IDLE),
+        beat("trainer-0", WorkerState.STARTING, seconds_ago=60.0),  # it loads a large model
     )["relax_workers"]
     told = {(dict(labels)["role"], dict(labels)["state"]): value for labels, value in found.items() if value}
-    assert told == {("rollout", "working"): 1, ("rollout", "silent"): 1, ("reward", "stopped"): 1, ("reward", "idle"): 1}
+    assert told == {("rollout", "working"): 1, ("rollout", "silent"): 1, ("reward", "stopped"): 1, ("reward", "idle"): 1, ("trainer", "starting"): 1}
     assert {dict(labels)["role"] for labels in found} == set(config.roles())
     assert len(found) == len(config.roles()) * 6  # a role without workers has zeros, so that an alert can see it
 

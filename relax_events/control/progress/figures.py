@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from relax_events.config import RunConfig
-from relax_events.control.run_state import RunState
+from relax_events.control.run_state import RunState, staleness_max
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import TrainStepCommitted, WorkerBeat
 
@@ -71,7 +71,7 @@ class ProgressFigures:
             loss=figures.get("loss"),
             kl_estimate=figures.get("kl_estimate"),
             staleness_mean=figures.get("staleness_mean"),
-            staleness_max=max((age for age, count in enumerate(newest.staleness_counts) if count), default=0) if newest else None,
+            staleness_max=staleness_max(newest) if newest else None,
             tokens_per_second=sum(step.figures.get("num_tokens", 0.0) for step in counted) / seconds if seconds > 0 else None,
             samples_per_second=sum(len(step.sample_ids) for step in counted) / seconds if seconds > 0 else None,
             remaining_seconds=max(config.num_train_steps - state.num_steps, 0) * seconds / len(counted) if seconds > 0 else None,

@@ -55,7 +55,7 @@ import psutil
 from relax_events.config import RunConfig
 from relax_events.control.ledger import Ledger
 from relax_events.control.report.page import report_page
-from relax_events.control.run_state import RunState
+from relax_events.control.run_state import RunState, staleness_max
 from relax_events.events.parts import now_micros
 from relax_events.events.types import PolicyEvaluated, TrainStepCommitted
 from relax_events.pipeline.description import config_digest
@@ -168,7 +168,7 @@ def step_curves(steps: Sequence[TrainStepCommitted], *, started_at: int) -> dict
     return {
         "train_step": [step.train_step for step in steps],
         **{name: [finite(step.figures.get(name)) for step in steps] for name in names},
-        "staleness_max": [max((age for age, count in enumerate(step.staleness_counts) if count), default=0) for step in steps],
+        "staleness_max": [staleness_max(step) for step in steps],
         "step_seconds": seconds,
         "tokens_per_second": [ratio(step.figures.get("num_tokens"), spent) for step, spent in zip(steps, seconds, strict=True)],
         "phase_seconds": {phase: [step.phase_seconds.get(phase, 0.0) for step in steps] for phase in phases},
