@@ -147,7 +147,7 @@ def test_timed_engine_marks_the_tokens_of_each_version_when_weights_are_swapped(
 
 
 def test_timed_engine_stands_still_while_it_sleeps(tmp_path: Path) -> None:
-    engine = make_engine(tmp_path)
+    engine = make_engine(tmp_path, replace(TIMING, time_scale=20_000 * TIMING.time_scale))  # or it may have finished before it was put to sleep
     engine.submit(request(0, [1]))
     engine.sleep()
     assert engine.poll(timeout_seconds=0.05) == []
