@@ -68,7 +68,6 @@ class Learnt:
     algorithm: str
     seed: int
     curve: Curve
-    step_seconds: float
 
     @property
     def first(self) -> float:
@@ -103,7 +102,7 @@ def learnt_of(data: Mapping[str, Any], algorithm: str, seed: int) -> Learnt:
         rewards = [row["reward_mean"] for row in data["evaluations"]]
     if not any(reward is not None for reward in rewards):
         raise ValueError(f"the run of {algorithm} with seed {seed} reports neither rewards nor evaluations; give it a dataset to be evaluated on")
-    return Learnt(algorithm, seed, Curve(steps, rewards), statistics.median(curves["step_seconds"]))
+    return Learnt(algorithm, seed, Curve(steps, rewards))
 
 
 def result_of(algorithm: str, seed: int, num_steps: int, folder: Path = FOLDER) -> Path:
@@ -146,7 +145,6 @@ def row_of(name: str, runs: Sequence[Learnt]) -> dict[str, str]:
         "reward of the first step": ", ".join(f"{one.first:.2f}" for one in runs),
         f"of the last {NUM_EDGE_STEPS} steps": ", ".join(f"{one.last:.3f}" for one in runs),
         f"steps to {REWARD_AIM:g}": ", ".join(steps),
-        "seconds a step": f"{statistics.median(one.step_seconds for one in runs):.2f}",
         "settings": settings,
     }
 

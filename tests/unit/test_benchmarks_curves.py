@@ -26,7 +26,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def report_of(rewards: list[float | None], evaluations: list[tuple[int, float]] | None = None) -> dict[str, Any]:
     rows = [{"policy_version": version, "reward_mean": reward} for version, reward in evaluations or []]
     steps = list(range(len(rewards)))
-    return {"curves": {"train_step": steps, "reward_mean": rewards, "step_seconds": [0.5] * len(rewards)}, "evaluations": rows}
+    return {"curves": {"train_step": steps, "reward_mean": rewards}, "evaluations": rows}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -87,8 +87,8 @@ def test_page_says_who_learnt_the_task(tmp_path: Path, capsys: pytest.CaptureFix
     curves.publish(learnt, num_steps=2, num_seeds=1, folder=tmp_path)
     page = (tmp_path / "curves.md").read_text()
     assert capsys.readouterr().out.strip() == page.strip()
-    assert "| grpo | 0.20 | 0.550 | 1 | 0.50 |  |" in page
-    assert "| dapo | 0.20 | 0.450 | never | 0.50 | `overlong_ratio=0` |" in page
+    assert "| grpo | 0.20 | 0.550 | 1 |  |" in page
+    assert "| dapo | 0.20 | 0.450 | never | `overlong_ratio=0` |" in page
     assert "1 of 2 algorithms reach a reward of 0.8 with every seed; not so dapo." in page
     assert (tmp_path / "curves.svg").read_text().startswith("<svg xmlns=")
     assert json.loads((tmp_path / "curves.json").read_text())["data"][0]["rewards"] == [0.2, 0.9]
