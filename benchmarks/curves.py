@@ -42,6 +42,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "sft": ("run.samples_per_prompt=1", *WITHOUT_SAMPLES, *EVALUATED),
     # A larger beta and smaller steps keep the policy near the reference, without which it forgets the right answers with the wrong ones.
     "dpo": (
+        "run.groups_per_step=96",
         "algorithm.beta=1",
         "trainer.learning_rate=1e-3",
         "run.samples_per_prompt=2",
@@ -55,7 +56,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 """What an algorithm needs besides its name, over the quickstart's run file; of what is not installed it is not asked."""
 QUESTION = """\
 The quickstart task (configs/quickstart.toml: asynchronous, at most 2 versions stale, KL 0.001) by every installed algorithm, {num_steps} steps of 32
-prompts with 8 samples, {num_seeds} seeds, all from the same weights. What an algorithm has besides its own settings stands in the table. In the
+prompts with 8 samples, seeds 0 to {last_seed}, all from the same weights. What an algorithm has besides its own settings stands in the table. In the
 picture runs are pale, the strong line is their moving mean. Where nothing is drawn while training, versions are evaluated on 256 problems.
 
 ![Reward by train step, a panel for each algorithm](curves.svg)"""
@@ -72,21 +73,22 @@ class Learnt:
     @property
     def first(self) -> float:
         """Reward at the beginning."""
-        return self._known(slice(1))[0]
+        return self._known()[0][1]
 
     @property
     def last(self) -> float:
-        """Mean reward at the end."""
-        return statistics.mean(self._known(slice(-NUM_EDGE_STEPS, None)))
+        """Mean reward of the steps, or of the evaluations, at the end."""
+        begin = self.curve.steps[-1] - NUM_EDGE_STEPS
+        return statistics.mean(reward for step, reward in self._known() if step > begin)
 
     @property
     def num_steps_to_aim(self) -> int | None:
         """Steps behind the weights that first reached the reward; None if none did."""
-        steps = zip(self.curve.steps, self.curve.rewards, strict=True)
-        return next((step for step, reward in steps if reward is not None and reward >= REWARD_AIM), None)
+        return next((step for step, reward in self._known() if reward >= REWARD_AIM), None)
 
-    def _known(self, part: slice) -> list[float]:
-        return [reward for reward in self.curve.rewards if reward is not None][part]
+    def _known(self) -> list[tuple[int, float]]:
+        pairs = zip(self.curve.steps, self.curve.rewards, strict=True)
+        return [(step, reward) for step, reward in pairs if reward is not None]
 
 
 def learnt_of(data: Mapping[str, Any], algorithm: str, seed: int) -> Learnt:
@@ -167,7 +169,7 @@ def publish(learnt: Sequence[Learnt], *, num_steps: int, num_seeds: int, folder:
     report.write(
         "curves",
         title="Every algorithm on the quickstart task",
-        question=QUESTION.format(num_steps=num_steps, num_seeds=num_seeds),
+        question=QUESTION.format(num_steps=num_steps, last_seed=num_seeds - 1),
         command="python -m benchmarks.curves",
         rows=rows_of(learnt),
         conclusion=conclusion_of(learnt),
