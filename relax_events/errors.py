@@ -12,6 +12,7 @@ RelaxError                      exit with its `exit_code`; the text names the th
 ├── SchemaError                 exit 5: writer and reader do not understand each other
 ├── CorruptRecord               dead-letter the record and go on
 ├── PoisonSample                dead-letter the record, end its prompt group as failed, go on
+│   └── MediaError              the same; before its row is issued, pass over the row with the reason
 ├── RewardError                 score the sample as failed with a counted reason, go on
 ├── ObjectError                 retry, then treat the record as poison: the referenced object is missing or altered
 ├── WeightsError                keep serving the version at hand, report, try the next publication
@@ -80,6 +81,20 @@ class CorruptRecord(RelaxError):
 
 class PoisonSample(RelaxError):
     """A well-formed record holds values that no worker can use."""
+
+
+class MediaError(PoisonSample):
+    """A picture, a sound or a clip is missing, hostile, or not what it is said to be."""
+
+    def __init__(self, text: str, *, reason: str) -> None:
+        """Say what is wrong.
+
+        Args:
+            text: Names the piece of media, the value and the rule.
+            reason: The same in a word, such as `truncated`, to count by.
+        """
+        super().__init__(text)
+        self.reason = reason
 
 
 class RewardError(RelaxError):

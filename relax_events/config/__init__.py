@@ -7,6 +7,7 @@ from relax_events.config.data import DataConfig, DatasetConfig, RowsConfig
 from relax_events.config.evaluation import EvaluationConfig, EvaluationDatasetConfig
 from relax_events.config.generation import EngineConfig, ModelConfig, SamplingConfig
 from relax_events.config.loading import load_run_config
+from relax_events.config.media import MediaConfig
 from relax_events.config.reward import ChosenReward, RewardConfig
 from relax_events.config.sections import RunConfig, RunSection, SourceSection, TelemetryConfig, WorkersConfig
 from relax_events.config.teacher import TeacherConfig
@@ -22,6 +23,7 @@ __all__ = [
     "EngineConfig",
     "EvaluationConfig",
     "EvaluationDatasetConfig",
+    "MediaConfig",
     "ModelConfig",
     "ObjectsConfig",
     "RewardConfig",

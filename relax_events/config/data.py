@@ -18,8 +18,9 @@ class RowsConfig(Section):
     """Where rows come from and which of their columns are what."""
 
     source: str
-    """`jsonl:<file>` (also .gz, .zst and .bz2), `parquet:<file or folder>`, or `reasoning_gym:<task>` for generated problems with
-    their own verifier. `[100:200]` at the end takes a slice of the rows, counted from 0, the last one not included."""
+    """`jsonl:<file>` (also .gz, .zst and .bz2), `parquet:<file or folder>`, `reasoning_gym:<task>` for generated problems with their own
+    verifier, or `scenes:<task>` for drawn pictures, where the task is colour, count or where. `[100:200]` at the end takes a slice of a file's
+    rows, counted from 0, the last one not included."""
     split: str = ""
     """Of a folder in Hugging Face layout: take the files of this split only, such as `train`; empty takes all."""
     prompt_key: str = "prompt"
@@ -38,6 +39,11 @@ class RowsConfig(Section):
     """Column that holds the reference answer for the reward; empty where there is none, as is usual where the row brings what is learnt."""
     metadata_keys: tuple[str, ...] | None = None
     """Columns that reach the reward function as metadata; without it all that are not prompt, answer or tools."""
+    multimodal_keys: dict[Literal["image"], str] = Field(default_factory=dict)
+    """Columns that hold media, by modality: `{ image = "images" }`. Each `<image>` in the prompt stands for one, in order. A column holds one
+    or a list: paths, bytes, data URIs, or objects with `bytes` or `path` as Hugging Face datasets have them."""
+    media_root: Path | None = None
+    """Folder in which the paths in those columns begin, and outside of which nothing is read; without it a row can't name files."""
     tools_key: str = ""
     """Column that holds the tools that the chat template shows to the model: a list of JSON schemas."""
     system_prompt: str = ""
@@ -63,6 +69,8 @@ class RowsConfig(Section):
             raise ValueError(f"completion_key, conversation_key, or chosen_key with rejected_key say what is learnt, got {' and '.join(given)}")
         if not self.prompt_key and "chosen_key" not in given:
             raise ValueError("prompt_key must name a column, got ''; it may be empty where chosen_key and rejected_key bring the prompt")
+        if self.media_root is not None and not self.multimodal_keys:
+            raise ValueError(f"media_root = {self.media_root} is of no use without multimodal_keys; name the columns that hold media")
         if self.train_on != "all" and not self.conversation_key:
             raise ValueError(f"train_on = {self.train_on!r} chooses among a conversation's messages; set conversation_key, or leave train_on out")
         return self
@@ -120,6 +128,8 @@ class DataConfig(RowsConfig):
         if 0 < self.max_prompt_tokens < self.min_prompt_tokens:
             rule = f"max_prompt_tokens must be 0 or at least min_prompt_tokens = {self.min_prompt_tokens}"
             raise ValueError(f"{rule}, got {self.max_prompt_tokens}; set data.max_prompt_tokens")
+        if not self.chat_template and any(part.multimodal_keys for part in self.parts):
+            raise ValueError("multimodal_keys need a chat template, which knows how media stand in a prompt; leave data.chat_template out")
         if self.pass_rate is not None and not self.pass_rate[0] <= self.pass_rate[1]:
             raise ValueError(f"pass_rate must be [low, high] with low <= high, got {list(self.pass_rate)}; set data.pass_rate")
         return self

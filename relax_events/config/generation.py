@@ -8,13 +8,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from relax_events.config.base import Positive, Section
+from relax_events.config.media import MediaConfig
 
 
 class TinyModelConfig(Section):
     """A small model of a real architecture, made on this machine with random weights and a tokenizer of its own."""
 
-    family: Literal["qwen3", "qwen3_moe"] = "qwen3"
-    """Architecture."""
+    family: Literal["qwen3", "qwen3_moe", "qwen3_vl"] = "qwen3"
+    """Architecture; `qwen3_vl` reads pictures."""
     hidden_size: Annotated[int, Field(ge=32, multiple_of=32)] = 64
     """Width of the model."""
     num_layers: Positive = 2
@@ -36,6 +37,10 @@ class ModelConfig(Section):
     """`auto` takes a GPU where there is one, else the CPU."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of the model."""
+    media: MediaConfig = MediaConfig()
+    """Which pictures are taken, and how the model is shown them."""
+    frozen: tuple[Literal["language", "vision", "projection"], ...] = ()
+    """Parts that training leaves as they are: the language model, the vision tower, or what leads from the one to the other."""
     tiny: TinyModelConfig | None = None
     """How `relax models prepare` makes the model where `path` does not exist; without it the folder must be there."""
 
