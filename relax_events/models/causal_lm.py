@@ -28,7 +28,9 @@ def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
         raise ConfigError(f"model.device = {name!r} is no device that torch knows ({error}); set model.device = 'auto'") from error
 
 
-def load_causal_lm(path: Path, *, attention: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_causal_lm(
+    path: Path, *, attention: str, dtype: torch.dtype, device: torch.device, loader: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
     """Load a model for use, not for training mode; nothing is fetched.
 
     Args:
@@ -36,6 +38,7 @@ def load_causal_lm(path: Path, *, attention: str, dtype: torch.dtype, device: to
         attention: Name of an attention implementation that transformers knows.
         dtype: Of the weights.
         device: Where they go.
+        loader: What of transformers makes models of its family.
     Raises:
         ConfigError: The folder is missing or holds no causal language model.
     """
@@ -43,7 +46,7 @@ def load_causal_lm(path: Path, *, attention: str, dtype: torch.dtype, device: to
         raise ConfigError(f"model.path = {path} holds no config.json; give a folder in Hugging Face layout, or have `relax models prepare` make one")
     transformers_logging.disable_progress_bar()  # a worker's stderr is its log
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention, local_files_only=True)
+        model: Any = loader.from_pretrained(path, dtype=dtype, attn_implementation=attention, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path = {path} can't be loaded as a causal language model: {error}") from error
     loaded: PreTrainedModel = model.to(device).eval()
@@ -52,8 +55,9 @@ def load_causal_lm(path: Path, *, attention: str, dtype: torch.dtype, device: to
 
 def attention_kinds(model: PreTrainedModel) -> set[str]:
     """Return which kinds of attention its layers have, in transformers' words; `full_attention` sees everything before a token."""
-    unnamed = "sliding_attention" if getattr(model.config, "sliding_window", None) else "full_attention"
-    return set(getattr(model.config, "layer_types", None) or [unnamed])
+    config = model.config.get_text_config()
+    unnamed = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    return set(getattr(config, "layer_types", None) or [unnamed])
 
 
 def replace_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:

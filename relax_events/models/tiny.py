@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel, Qwen2Tokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Tokenizer,
+)
 
 from relax_events.errors import ConfigError
+from relax_events.models.media_layout import PICTURE_FAMILIES
 from relax_events.models.tokenizer import NUM_BYTES, train_tokenizer
 
 HEAD_DIM = 16
@@ -18,7 +28,20 @@ MAX_CONTEXT_TOKENS = 4096
 FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1},
+    "qwen3_vl": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    },
 }
+PREPROCESSOR: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 8,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "size": {"shortest_edge": 1024, "longest_edge": 4_194_304},
+}
+"""How a tiny model's pictures are cut: 16 x 16 pixels a token."""
 
 
 def make_tiny(
@@ -39,7 +62,7 @@ def make_tiny(
     Args:
         path: The folder; made if missing.
         corpus: Texts that the tokenizer is trained on.
-        family: `qwen3` or `qwen3_moe`.
+        family: `qwen3`, `qwen3_moe`, or `qwen3_vl`, which reads pictures.
         hidden_size: Width of the model, a multiple of 32.
         num_layers: Decoder layers.
         vocab_size: Byte symbols and merges of the tokenizer; special tokens and phrases come on top.
@@ -55,41 +78,67 @@ def make_tiny(
     if vocab_size < NUM_BYTES:
         raise ConfigError(f"vocab_size must be >= {NUM_BYTES} (one symbol per byte), got {vocab_size}; raise vocab_size")
     tokenizer = train_tokenizer(corpus, vocab_size=vocab_size, phrases=phrases)
-    model = _random_model(_config(tokenizer, family=family, hidden_size=hidden_size, num_layers=num_layers), seed=seed)
+    model = _random_model(_config(tokenizer, family=family, hidden_size=hidden_size, num_layers=num_layers), tokenizer, seed=seed)
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+    if family in PICTURE_FAMILIES:
+        (path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2))
     return path
 
 
 def _config(tokenizer: Qwen2Tokenizer, *, family: str, hidden_size: int, num_layers: int) -> PreTrainedConfig:
     num_heads = hidden_size // HEAD_DIM
-    config: PreTrainedConfig = AutoConfig.for_model(
-        family,
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads // 2,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=MAX_CONTEXT_TOKENS,
+    language: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads // 2,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": MAX_CONTEXT_TOKENS,
         # The usual 0.02 is for widths of thousands; at width 64 it starves the signal and learning takes several times as long.
-        initializer_range=1 / math.sqrt(hidden_size),
-        tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        "initializer_range": 1 / math.sqrt(hidden_size),
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
         **FAMILY_SETTINGS[family],
-    )
+    }
+    settings = _with_tower(language, tokenizer) if family in PICTURE_FAMILIES else language
+    config: PreTrainedConfig = AutoConfig.for_model(family, **settings)
     return config
 
 
-def _random_model(config: PreTrainedConfig, *, seed: int) -> PreTrainedModel:
+def _with_tower(language: dict[str, Any], tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
+    """Return the settings of a model with a vision tower around those of its language model."""
+    names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+    names |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+    width = language["hidden_size"] // 2
+    tower = {
+        "depth": 2,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_heads": width // HEAD_DIM,
+        "patch_size": PREPROCESSOR["patch_size"],
+        "spatial_merge_size": PREPROCESSOR["merge_size"],
+        "temporal_patch_size": PREPROCESSOR["temporal_patch_size"],
+        "out_hidden_size": language["hidden_size"],
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1][: language["num_hidden_layers"]],
+        "initializer_range": 1 / math.sqrt(width),
+    }
+    tokens = {name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
+    return {"text_config": language, "vision_config": tower, "tie_word_embeddings": False, **tokens}
+
+
+def _random_model(config: PreTrainedConfig, tokenizer: Qwen2Tokenizer, *, seed: int) -> PreTrainedModel:
+    loader: Any = AutoModelForImageTextToText if config.model_type in PICTURE_FAMILIES else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    stops = [config.eos_token_id, config.pad_token_id]
-    model.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=config.pad_token_id)
+        model: PreTrainedModel = loader.from_config(config, dtype=torch.float32)
+    stops = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    model.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=tokenizer.pad_token_id)
     return model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,17 +13,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from relax_events.config import WarmStartConfig
+from relax_events.models.families import Family
+from relax_events.models.media_inputs import MediaInputs, MediaSequence, ProcessedMedia
 
 IGNORED = -100
 MAX_GRAD_NORM = 1.0
+TEXT = Family()
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisedExample:
-    """A prompt, and the completion that the model should have written, with its end token."""
+    """A prompt, the completion that the model should have written, with its end token, and what the prompt's placeholders stand for."""
 
     prompt_tokens: NDArray[np.int32]
     answer_tokens: NDArray[np.int32]
+    media: tuple[ProcessedMedia, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +38,16 @@ class PaddedBatch:
     attention_mask: Tensor
     position_ids: Tensor
     labels: Tensor
+    media: MediaInputs | None = None
 
 
 def warm_start(
-    model: PreTrainedModel, *, batch: Callable[[int], Sequence[SupervisedExample]], config: WarmStartConfig, report: Callable[[int, float], None]
+    model: PreTrainedModel,
+    *,
+    batch: Callable[[int], Sequence[SupervisedExample]],
+    config: WarmStartConfig,
+    report: Callable[[int, float], None],
+    family: Family = TEXT,
 ) -> None:
     """Train a model in place by AdamW for `config.steps` supervised steps, or until the loss is below `config.target_loss`.
 
@@ -46,11 +56,12 @@ def warm_start(
         batch: Gives the examples of a step, counted from 0.
         config: Steps, target and learning rate.
         report: Called after each step with its number, counted from 1, and its mean loss per answer token in nats.
+        family: Of the model.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
     model.train()
     for step in range(config.steps):
-        loss = _answer_loss(model, pad_left(batch(step), device=model.device))
+        loss = _answer_loss(model, pad_left(batch(step), device=model.device, family=family), family)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
@@ -61,31 +72,70 @@ def warm_start(
     model.train(mode=False)
 
 
-def greedy_completions(model: PreTrainedModel, examples: Sequence[SupervisedExample]) -> list[NDArray[np.int32]]:
+def greedy_completions(model: PreTrainedModel, examples: Sequence[SupervisedExample], *, family: Family = TEXT) -> list[NDArray[np.int32]]:
     """Let the model complete the prompts by its likeliest tokens, up to the length of the longest reference answer."""
-    prompts = pad_left([SupervisedExample(example.prompt_tokens, example.answer_tokens[:0]) for example in examples], device=model.device)
     max_new_tokens = max(len(example.answer_tokens) for example in examples)
+    if any(example.media for example in examples):
+        return _completions_by_whole_forwards(model, examples, family, max_new_tokens)
+    prompts = pad_left([SupervisedExample(example.prompt_tokens, example.answer_tokens[:0]) for example in examples], device=model.device)
     generate: Any = model.generate  # Typed by transformers as a tensor or a module.
     output = generate(input_ids=prompts.input_ids, attention_mask=prompts.attention_mask, max_new_tokens=max_new_tokens, do_sample=False)
     return list(output[:, prompts.input_ids.shape[1] :].cpu().numpy().astype(np.int32))
 
 
-def pad_left(examples: Sequence[SupervisedExample], *, device: torch.device) -> PaddedBatch:
+@torch.inference_mode()
+def _completions_by_whole_forwards(
+    model: PreTrainedModel, examples: Sequence[SupervisedExample], family: Family, max_new_tokens: int
+) -> list[NDArray[np.int32]]:
+    """Complete prompts with media, without a cache: warm starts are checked on short answers."""
+    stops = model.generation_config.eos_token_id if model.generation_config else None
+    written = [replace(example, answer_tokens=example.answer_tokens[:0]) for example in examples]
+    for _ in range(max_new_tokens):
+        logits = _logits(model, pad_left(written, device=model.device, family=family), family)
+        likeliest = logits[:, -1].argmax(-1).cpu().numpy().astype(np.int32)
+        written = [replace(one, answer_tokens=np.append(one.answer_tokens, token)) for one, token in zip(written, likeliest, strict=True)]
+    return [_until_stop(one.answer_tokens, np.atleast_1d(np.array(stops))) for one in written]
+
+
+def _until_stop(tokens: NDArray[np.int32], stops: NDArray[Any]) -> NDArray[np.int32]:
+    found = np.flatnonzero(np.isin(tokens, stops))
+    return tokens[: found[0]] if len(found) else tokens
+
+
+def pad_left(examples: Sequence[SupervisedExample], *, device: torch.device, family: Family = TEXT) -> PaddedBatch:
     """Put examples side by side so that all end in the last column."""
-    width = max(len(example.prompt_tokens) + len(example.answer_tokens) for example in examples)
+    lengths = [len(example.prompt_tokens) + len(example.answer_tokens) for example in examples]
+    width = max(lengths)
     tokens = np.zeros((len(examples), width), dtype=np.int64)
     mask = np.zeros_like(tokens)
     labels = np.full_like(tokens, IGNORED)
-    for row, example in enumerate(examples):
-        length = len(example.prompt_tokens) + len(example.answer_tokens)
+    for row, (example, length) in enumerate(zip(examples, lengths, strict=True)):
         tokens[row, width - length :] = np.concatenate([example.prompt_tokens, example.answer_tokens])
         mask[row, width - length :] = 1
         labels[row, width - len(example.answer_tokens) :] = example.answer_tokens
     positions = (mask.cumsum(axis=1) - 1).clip(min=0)
-    return PaddedBatch(*(torch.from_numpy(array).to(device) for array in (tokens, mask, positions, labels)))
+    sequences = [_sequence(example, row, width) for row, example in enumerate(examples)]
+    media = family.inputs(sequences, position_ids=positions)
+    input_ids, attention_mask, position_ids, wanted = (torch.from_numpy(array).to(device) for array in (tokens, mask, positions, labels))
+    return PaddedBatch(input_ids, attention_mask, position_ids, wanted, media)
 
 
-def _answer_loss(model: PreTrainedModel, batch: PaddedBatch) -> Tensor:
-    output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids, use_cache=False)
-    logits = output.logits[:, :-1].float()
+def _sequence(example: SupervisedExample, row: int, width: int) -> MediaSequence:
+    tokens = np.concatenate([example.prompt_tokens, example.answer_tokens])
+    given = np.arange(len(tokens)) < len(example.prompt_tokens)
+    return MediaSequence(f"example {row}", tokens, given, example.media, (row + 1) * width - len(tokens) + np.arange(len(tokens)))
+
+
+def _answer_loss(model: PreTrainedModel, batch: PaddedBatch, family: Family) -> Tensor:
+    logits = _logits(model, batch, family)[:, :-1].float()
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=IGNORED)
+
+
+def _logits(model: PreTrainedModel, batch: PaddedBatch, family: Family) -> Tensor:
+    if batch.media is None:
+        whole = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids, use_cache=False)
+        logits: Tensor = whole.logits
+        return logits
+    hidden = family.hidden(model, batch.input_ids, batch.position_ids, batch.media, attention_mask=batch.attention_mask, use_cache=False)
+    made: Tensor = model.get_output_embeddings()(hidden)
+    return made

@@ -1,0 +1,107 @@
+"""Media beside the token ids of a forward: which rows of features go to which cells, and all rotary positions. Numpy alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int64, UInt8
+from numpy.typing import NDArray
+
+from relax_events.errors import PoisonSample
+from relax_events.events.parts import MediaRef
+from relax_events.models.media_layout import MediaLayout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProcessedMedia:
+    """A piece of media as a model is shown it: of a picture its pixels at their final size."""
+
+    reference: MediaRef
+    pixels: UInt8[np.ndarray, "height width 3"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MediaSequence:
+    """A token sequence in a forward.
+
+    Attributes:
+        name: For errors.
+        tokens: Prompt and completion.
+        given: Which of them the policy did not choose.
+        media: In the order of the sequence.
+        places: Cell of each token, counted through all rows laid end to end.
+    """
+
+    name: str
+    tokens: NDArray[Any]
+    given: Bool[np.ndarray, " tokens"]
+    media: Sequence[ProcessedMedia]
+    places: Int64[np.ndarray, " tokens"]
+
+    @property
+    def references(self) -> list[MediaRef]:
+        """Of its media."""
+        return [piece.reference for piece in self.media]
+
+    def media_cells(self, layout: MediaLayout) -> Int64[np.ndarray, " media_tokens"]:
+        """Return where in the sequence its media stand.
+
+        Raises:
+            PoisonSample: It holds more or fewer placeholders than its media have tokens; the text names the sequence.
+        """
+        try:
+            return layout.cells(self.tokens, self.given, self.references)
+        except PoisonSample as error:
+            raise PoisonSample(f"{self.name}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MediaInputs:
+    """What a forward takes besides token ids.
+
+    Attributes:
+        positions: Rotary positions: time, row and column of every cell.
+        cells: Where features stand in for embeddings, ascending.
+        features: Which row of the features takes each of those cells; the rows of all of `media` are counted one after the other.
+        media: Every piece once, however often it stands in the forward.
+    """
+
+    positions: Int64[np.ndarray, "3 rows length"]
+    cells: Int64[np.ndarray, " media_cells"]
+    features: Int64[np.ndarray, " media_cells"]
+    media: tuple[ProcessedMedia, ...]
+
+
+def media_inputs(sequences: Sequence[MediaSequence], *, layout: MediaLayout, position_ids: Int64[np.ndarray, "rows length"]) -> MediaInputs:
+    """Lay the media of sequences out for one forward.
+
+    A cell that several sequences share, as where they have one prompt, is filled once.
+
+    Args:
+        sequences: Each with its places in the rows.
+        layout: Of the model.
+        position_ids: Of the rows without media; cells of no sequence keep them.
+    Raises:
+        PoisonSample: A sequence holds more or fewer placeholders than its media have tokens; the text names it.
+    """
+    positions = np.tile(position_ids.reshape(-1), (3, 1))
+    first_rows: dict[bytes, int] = {}
+    pieces: list[ProcessedMedia] = []
+    num_rows = 0
+    cells, features = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for sequence in sequences:
+        here = sequence.media_cells(layout)
+        positions[:, sequence.places] = layout.positions(len(sequence.tokens), here, sequence.references)
+        cells.append(sequence.places[here])
+        for piece in sequence.media:
+            rows, columns = layout.grid(piece.reference)
+            if piece.reference.digest not in first_rows:
+                first_rows[piece.reference.digest] = num_rows
+                num_rows += rows * columns
+                pieces.append(piece)
+            features.append(first_rows[piece.reference.digest] + np.arange(rows * columns))
+    unique, index = np.unique(np.concatenate(cells), return_index=True)
+    return MediaInputs(positions.reshape(3, *position_ids.shape), unique, np.concatenate(features)[index], tuple(pieces))
