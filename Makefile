@@ -57,7 +57,7 @@ bench: setup ## Measure, paired, and write docs/benchmarks
 
 COMPILE := uv pip compile --quiet --universal --python-version 3.11 --no-emit-index-url --no-header --generate-hashes
 lock: ## Resolve the requirements anew
-	$(COMPILE) pyproject.toml requirements/build.in --extra model --extra tasks --extra rewards --extra registry --extra security --extra test --override requirements/overrides.txt -o requirements/lock.txt
+	$(COMPILE) pyproject.toml requirements/build.in --extra model --extra media --extra tasks --extra rewards --extra registry --extra security --extra test --override requirements/overrides.txt -o requirements/lock.txt
 	$(COMPILE) pyproject.toml requirements/build.in --extra jdk --constraint requirements/lock.txt -o requirements/jdk.txt
 	$(COMPILE) pyproject.toml requirements/build.in --extra lint --constraint requirements/lock.txt -o requirements/lint.txt
 	mkdir -p .relax && sed -n '/^[a-z].*==/{s/ \\$$//;p}' requirements/lock.txt | grep -v ^antlr4 > .relax/constraints.txt # math-verify and hydra-core need different ones

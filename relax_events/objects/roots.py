@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from relax_events.errors import ObjectError
-from relax_events.events.parts import MediaRef
+from relax_events.events.parts import ChatMessage, MediaRef
 from relax_events.objects.store import KEY_PATTERN
 
 
@@ -38,9 +38,11 @@ class AllowedRoots:
         return any(uri.startswith(root) and KEY_PATTERN.fullmatch(uri.removeprefix(root)) for root in self.roots)
 
 
-def media_of(event: Any) -> Iterator[MediaRef]:
-    """Give all media that an event refers to."""
-    direct: Sequence[MediaRef] = getattr(event, "media", ())
-    yield from direct
-    for message in getattr(event, "messages", ()):
-        yield from (part.media for part in message.parts if part.media is not None)
+def media_of(event: Any) -> list[MediaRef]:
+    """Return all media that an event refers to, in order."""
+    return [*getattr(event, "media", ()), *media_in(getattr(event, "messages", ()))]
+
+
+def media_in(messages: Iterable[ChatMessage]) -> list[MediaRef]:
+    """Return the media of a conversation, in order."""
+    return [part.media for message in messages for part in message.parts if part.media is not None]

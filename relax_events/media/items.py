@@ -1,0 +1,98 @@
+"""A piece of media as a row of the data names it: a path, a data URI or bytes. Nothing is read before it is asked for."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+from relax_events.errors import MediaError
+from relax_events.events.parts import Modality
+
+DATA_URI = "data:"
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """What a row names.
+
+    Attributes:
+        modality: What it must be.
+        source: The bytes, a data URI, or a path.
+        place: File, row and column, which also tell it from every other item of a run.
+        root: Folder in which paths begin, and outside of which nothing is read.
+    """
+
+    modality: Modality
+    source: str | bytes = field(repr=False)
+    place: str
+    root: Path | None = None
+
+    def read(self, *, max_bytes: int) -> bytes:
+        """Return the content.
+
+        Args:
+            max_bytes: Larger ones are refused before they are read.
+        Raises:
+            MediaError: It is missing, too large, no data URI, or lies outside of the root.
+        """
+        if isinstance(self.source, bytes):
+            return self._bounded(self.source, max_bytes)
+        if self.source.startswith(DATA_URI):
+            return self._bounded(self._of_data_uri(self.source, max_bytes), max_bytes)
+        return self._of_path(self.source, max_bytes)
+
+    def _of_data_uri(self, uri: str, max_bytes: int) -> bytes:
+        head, comma, text = uri.partition(",")
+        if not comma:
+            raise MediaError(f"{self.place} is a data URI without a comma, {uri:.40}; write data:<type>;base64,<content>", reason="bad_data_uri")
+        if len(text) > 3 * max_bytes:  # percent-encoding takes three letters for a byte, base64 fewer
+            raise self._too_large(f"a data URI of {len(text)} letters", max_bytes)
+        try:
+            return base64.b64decode(text, validate=True) if head.endswith(";base64") else unquote_to_bytes(text)
+        except binascii.Error as error:
+            raise MediaError(f"{self.place} is no base64 after {head!r}: {error}", reason="bad_data_uri") from None
+
+    def _of_path(self, path: str, max_bytes: int) -> bytes:
+        if self.root is None:
+            raise MediaError(f"{self.place} names the file {path!r}, and rows may name none; set media_root beside multimodal_keys", reason="no_root")
+        try:
+            root, file = self.root.resolve(), (self.root / path).resolve()
+            if not file.is_relative_to(root):
+                raise MediaError(f"{self.place} names {path!r}, which lies outside of media_root = {root}", reason="outside_root")
+            with file.open("rb") as opened:
+                data = opened.read(max_bytes + 1)
+        except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+            what = getattr(error, "strerror", None) or error
+            raise MediaError(f"{self.place} names {path!r} in {self.root}, which can't be read: {what}", reason="missing") from None
+        return self._bounded(data, max_bytes)
+
+    def _bounded(self, data: bytes, max_bytes: int) -> bytes:
+        if len(data) > max_bytes:
+            raise self._too_large("more" if len(data) == max_bytes + 1 else f"{len(data)} bytes", max_bytes)
+        return data
+
+    def _too_large(self, seen: str, max_bytes: int) -> MediaError:
+        return MediaError(f"{self.place} must be at most model.media.max_item_bytes = {max_bytes}, got {seen}", reason="too_large")
+
+
+def items_of(value: Any, *, modality: Modality, place: str, root: Path | None) -> list[MediaItem]:
+    """Read a column's value: one piece of media, or a list of them, none where it is null.
+
+    Raises:
+        MediaError: It is something else; the text names it.
+    """
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    return [MediaItem(modality, _source(one, f"{place}[{index}]"), f"{place}[{index}]", root) for index, one in enumerate(values)]
+
+
+def _source(value: Any, place: str) -> str | bytes:
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, str | bytes) and value:
+        return value
+    rule = "media are paths, data URIs, bytes, or objects with one of the keys bytes and path"
+    raise MediaError(f"{place} is a {type(value).__name__}; {rule}", reason="wrong_type")

@@ -1,0 +1,167 @@
+"""A run's media, where its workers put them and get them from: every piece is stored once, and processed once on each machine.
+
+    row of the data --admit--> checks --> pixels into the machine's cache, bytes into the object store --> MediaRef on the log
+    MediaRef --processed--> memory, or the machine's cache, or: fetch, verify, check, decode, resize --> what the model is shown
+
+What goes wrong with a piece of media is a `MediaError` that names it: it ends one row, or one prompt group, and nothing else.
+"""
+
+from __future__ import annotations
+
+import mimetypes
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+
+from relax_events.config import RunConfig
+from relax_events.errors import MediaError, ObjectError
+from relax_events.events.parts import MediaRef, ObjectRef
+from relax_events.media.host_cache import HostCache
+from relax_events.media.items import MediaItem
+from relax_events.media.pictures import Pixels, decode_picture, inspect_picture
+from relax_events.models.geometry import PictureGeometry
+from relax_events.models.media_inputs import ProcessedMedia
+from relax_events.models.media_layout import MediaLayout
+from relax_events.objects.store import ObjectStore
+
+MEMORY_BYTES = 256 * 1024**2
+"""Processed media that one worker keeps in memory."""
+MAX_REMEMBERED = 4096
+"""References of admitted pieces that are remembered."""
+CACHE_FOLDER = "media-cache"
+OWN_ROOT = ""
+"""Stands for the run's own store among those that a reference may lie in."""
+
+
+class MediaLibrary:
+    """Of a run whose model may read media. Used by one thread."""
+
+    def __init__(self, config: RunConfig, *, model_path: Path | None = None, store: ObjectStore | None = None) -> None:
+        """Read how the model is shown media; where it reads text alone nothing else will be asked of the library.
+
+        Args:
+            config: The run.
+            model_path: Another model than the run's.
+            store: The run's object store, where it is open already; else it is opened when something is wanted from it.
+        Raises:
+            ConfigError: The model's settings for media are missing or not known.
+        """
+        self._config, self._bounds = config, config.model.media
+        self._layout = MediaLayout.from_folder(model_path or config.model.path, self._bounds)
+        self._cache = HostCache(config.run.directory / CACHE_FOLDER, max_bytes=self._bounds.cache_bytes)
+        self._stores = {} if store is None else {OWN_ROOT: store}
+        self._memory: OrderedDict[str, ProcessedMedia] = OrderedDict()
+        self._admitted: OrderedDict[str, MediaRef] = OrderedDict()
+
+    def admit(self, item: MediaItem) -> MediaRef:
+        """Check a piece of media and put it into the store; one that is there already is not sent again.
+
+        Raises:
+            MediaError: It is missing, hostile, or nothing that the model can be shown; the text names it.
+            ObjectError: The store failed.
+        """
+        if (known := self._admitted.get(item.place)) is not None:
+            return known
+        data = item.read(max_bytes=self._bounds.max_item_bytes)
+        facts = self._shown(data, item.place).reference
+        stored = self._store_of(OWN_ROOT).put(data, suffix=mimetypes.guess_extension(facts.media_type) or "")
+        self._admitted[item.place] = reference = replace(facts, uri=stored.uri)
+        if len(self._admitted) > MAX_REMEMBERED:
+            self._admitted.popitem(last=False)
+        return reference
+
+    def show(self, item: MediaItem) -> ProcessedMedia:
+        """Check a piece of media and return it as the model is shown it; nothing is stored, and its address is its place in the data.
+
+        Raises:
+            MediaError: As for `admit`.
+        """
+        return self._shown(item.read(max_bytes=self._bounds.max_item_bytes), item.place)
+
+    def _shown(self, data: bytes, place: str) -> ProcessedMedia:
+        """Check and process; a file that is cut off fails here, before its row is issued."""
+        facts = inspect_picture(data, limits=self._bounds, place=place)
+        reference = MediaRef(place, sha256(data).digest(), facts.media_type, len(data), width=facts.width, height=facts.height)
+        return ProcessedMedia(reference, self._pixels(reference, data))
+
+    def processed(self, reference: MediaRef) -> ProcessedMedia:
+        """Return a piece of media as the model is shown it.
+
+        Raises:
+            MediaError: It has vanished, was altered, or is not what the reference says; the text names it.
+            ObjectError: The store failed.
+        """
+        name = self._name(reference)
+        if (known := self._memory.get(name)) is not None:
+            self._memory.move_to_end(name)
+            return known
+        self._memory[name] = processed = ProcessedMedia(reference, self._pixels(reference))
+        total = sum(piece.pixels.nbytes for piece in self._memory.values())
+        while total > MEMORY_BYTES and len(self._memory) > 1:
+            total -= self._memory.popitem(last=False)[1].pixels.nbytes
+        return processed
+
+    def require(self, references: Iterable[MediaRef]) -> None:
+        """See to it that pieces of media are at hand on this machine; errors as for `processed`."""
+        for reference in references:
+            name = self._name(reference)
+            if name not in self._memory and not self._cache.holds(name):
+                self._pixels(reference)
+
+    @property
+    def _geometry(self) -> PictureGeometry:
+        if self._layout is None:
+            raise MediaError(
+                "the model reads text alone, and the prompt brings media; take a model of a family that reads pictures", reason="text_model"
+            )
+        return self._layout.geometry
+
+    def _name(self, reference: MediaRef) -> str:
+        """Tell apart what differs in content, in what the reference says of it, or in how it is shown."""
+        return f"{reference.digest.hex()}-{reference.width}x{reference.height}-{self._geometry.digest}"
+
+    def _pixels(self, reference: MediaRef, data: bytes | None = None) -> Pixels:
+        """Return the pixels that the model is shown, from the machine's cache or from the file, which is fetched if it is not at hand."""
+        if reference.width is None or reference.height is None:
+            raise MediaError(f"{reference.uri} says no width and height, which its tokens follow from", reason="no_size")
+        try:
+            size = self._geometry.size(reference.width, reference.height)
+        except ValueError as error:
+            raise MediaError(f"{reference.uri} can't be shown to the model: {error}", reason="bad_shape") from None
+
+        def make() -> bytes:
+            file = self._fetched(reference) if data is None else data
+            return decode_picture(file, size=size, limits=self._bounds, place=reference.uri).tobytes()
+
+        content = self._cache.get(self._name(reference), make)
+        return np.frombuffer(bytearray(content), np.uint8).reshape(*size, 3)
+
+    def _fetched(self, reference: MediaRef) -> bytes:
+        """Fetch and verify."""
+        if reference.num_bytes > self._bounds.max_item_bytes:
+            bound = f"model.media.max_item_bytes = {self._bounds.max_item_bytes}"
+            raise MediaError(f"{reference.uri} must be at most {bound}, got {reference.num_bytes} bytes", reason="too_large")
+        root = next((root for root in self._config.objects.allowed_roots if reference.uri.startswith(root.rstrip("/") + "/")), OWN_ROOT)
+        try:
+            data = self._store_of(root).get(ObjectRef(reference.uri, reference.digest, reference.num_bytes))
+        except ObjectError as error:
+            if error.__cause__ is None:
+                raise MediaError(str(error), reason="altered") from None
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise MediaError(str(error), reason="vanished") from None
+            raise
+        facts = inspect_picture(data, limits=self._bounds, place=reference.uri)
+        if (facts.width, facts.height) != (reference.width, reference.height):
+            said = f"{reference.width} x {reference.height}"
+            raise MediaError(f"{reference.uri} is {facts.width} x {facts.height}, and its reference says {said}", reason="wrong_size")
+        return data
+
+    def _store_of(self, root: str) -> ObjectStore:
+        if root not in self._stores:
+            uri, moved_from = (root, ()) if root else (self._config.objects_uri, self._config.objects.moved_from)
+            self._stores[root] = ObjectStore.open(uri, moved_from=moved_from)
+        return self._stores[root]

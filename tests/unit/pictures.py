@@ -1,0 +1,181 @@
+"""A tiny model that reads pictures, pictures, prompts with them, and the same computed by transformers alone."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import cache
+from io import BytesIO
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from relax_events.config import DataConfig, EngineConfig, MediaConfig, ModelConfig, RunConfig, SamplingConfig
+from relax_events.data.rendering import PromptRenderer
+from relax_events.engines.protocol import GeneratedSample, GenerationRequest
+from relax_events.engines.transformers import TransformersEngine
+from relax_events.events.parts import ChatMessage, ContentPart, FinishReason, MediaRef, Modality
+from relax_events.events.types import SampleReady
+from relax_events.media.items import MediaItem
+from relax_events.media.library import MediaLibrary
+from relax_events.models.media_inputs import ProcessedMedia
+from relax_events.models.tiny import make_tiny
+from tests.unit.engine_requests import fresh_sample
+
+BOUNDS = MediaConfig()
+Sizes = tuple[tuple[int, int], ...]
+SIZES: dict[int, Sizes] = {0: ((32, 32),), 1: ((64, 48), (32, 96)), 2: (), 3: ((100, 70),), 4: ((32, 32), (32, 32), (48, 48))}
+PIXELS_PER_TOKEN = 16 * 16
+
+
+@cache
+def picture_model(seed: int = 3) -> Path:
+    """Write a tiny random model once in a test process, and delete it at its end."""
+    folder = scratch_folder()
+    return make_tiny(folder / "model", corpus=["red", "blue", "What is it?"], family="qwen3_vl", hidden_size=32, seed=seed)
+
+
+def scratch_folder() -> Path:
+    """Make a folder that lives as long as the test process."""
+    folder = Path(mkdtemp(prefix="relax-pictures-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def picture_run(folder: Path, **sections: Mapping[str, Any]) -> RunConfig:
+    """Make the run file of a run on the tiny model; its caches and objects lie in the folder."""
+    tree: dict[str, Any] = {
+        "run": {"id": "pictures", "directory": folder},
+        "model": {"path": picture_model(), "device": "cpu"},
+        "data": {"source": "scenes:colour"},
+        "trainer": {"learning_rate": 1e-2},
+    }
+    for name, keys in sections.items():
+        tree[name] = {**tree.get(name, {}), **keys}
+    return RunConfig.model_validate(tree)
+
+
+def picture_file(width: int, height: int, *, seed: int = 0, kind: str = "PNG") -> bytes:
+    """Draw coarse noise, as a file."""
+    coarse = np.random.default_rng(seed).integers(0, 255, (max(1, height // 8), max(1, width // 8), 3)).astype(np.uint8)
+    file = BytesIO()
+    Image.fromarray(coarse).resize((width, height), Image.Resampling.NEAREST).save(file, kind)
+    return file.getvalue()
+
+
+def picture_item(width: int, height: int, *, seed: int = 0) -> MediaItem:
+    """Name a picture as a row does."""
+    return MediaItem(Modality.IMAGE, picture_file(width, height, seed=seed), f"rows:{width}x{height}/{seed}")
+
+
+def question(*references: MediaRef) -> list[ChatMessage]:
+    """Ask about pictures: some text stands before, between and behind them."""
+    parts = [part for ref in references for part in (ContentPart(Modality.TEXT, "so "), ContentPart(Modality.IMAGE, media=ref))]
+    return [ChatMessage("user", [*parts, ContentPart(Modality.TEXT, "What is it?")])]
+
+
+def prompt_of(media: Sequence[ProcessedMedia], *, path: Path | None = None) -> NDArray[np.int32]:
+    """Render the question about pictures."""
+    renderer = PromptRenderer.from_folder(path or picture_model(), DataConfig(source="scenes:colour"), media=BOUNDS)
+    return renderer.prompt_tokens(question(*(piece.reference for piece in media)))
+
+
+def picture_engine(path: Path | None = None, **settings: Any) -> TransformersEngine:
+    """Open an engine on one CPU thread."""
+    path = path or picture_model()
+    config = EngineConfig(**{"max_running_samples": 16, "max_context_tokens": 256} | settings)
+    return TransformersEngine(path, config=config, model=ModelConfig(path=path, device="cpu"))
+
+
+def shown(library: MediaLibrary, *sizes: tuple[int, int], seed: int = 0) -> tuple[ProcessedMedia, ...]:
+    """Put pictures of some sizes into a library, and take them out as the model is shown them."""
+    references = [library.admit(picture_item(*size, seed=seed + index)) for index, size in enumerate(sizes)]
+    return tuple(library.processed(reference) for reference in references)
+
+
+@cache
+def plain_model(path: Path) -> Any:
+    """Load a model without any code of ours, in float64."""
+    return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64).eval()
+
+
+def plain_pixels(files: Sequence[bytes]) -> Mapping[str, Any]:
+    """Process files by transformers' own processor."""
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=8,
+        temporal_patch_size=2,
+        merge_size=2,
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+        size={"shortest_edge": BOUNDS.image_min_token_num * PIXELS_PER_TOKEN, "longest_edge": BOUNDS.image_max_token_num * PIXELS_PER_TOKEN},
+    )
+    found: Mapping[str, Any] = processor([Image.open(BytesIO(file)) for file in files], return_tensors="pt")
+    return found
+
+
+def plain_logprobs(tokens: NDArray[Any], files: Sequence[bytes], *, path: Path | None = None) -> NDArray[np.float64]:
+    """Compute the log-probability of every token but the first from one whole forward by transformers alone."""
+    path = path or picture_model()
+    ids = torch.from_numpy(tokens.astype(np.int64))[None]
+    kinds = (ids == AutoTokenizer.from_pretrained(path).convert_tokens_to_ids("<|image_pad|>")).int()
+    inputs = dict(plain_pixels(files), mm_token_type_ids=kinds) if files else {}
+    with torch.no_grad():
+        logits = plain_model(path)(input_ids=ids, use_cache=False, **inputs).logits[0]
+    result: NDArray[np.float64] = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
+    return result
+
+
+def request_for(number: int, library: MediaLibrary, *, num_samples: int = 2, max_new_tokens: int = 6) -> GenerationRequest:
+    """Ask for a prompt group whose number decides everything in it, pictures included."""
+    media = shown(library, *SIZES[number], seed=10 * number)
+    return request_about(number, media, num_samples=num_samples, max_new_tokens=max_new_tokens)
+
+
+def request_about(number: int, media: tuple[ProcessedMedia, ...], *, num_samples: int = 2, max_new_tokens: int = 6) -> GenerationRequest:
+    """Ask for a prompt group about pictures at hand."""
+    return GenerationRequest(
+        prompt_group_id=f"g{number}",
+        prompt_tokens=prompt_of(media),
+        samples=tuple(fresh_sample(f"g{number}/{index}", 1000 * number + index) for index in range(num_samples)),
+        sampling=SamplingConfig(max_new_tokens=max_new_tokens),
+        stop_token_ids=(),
+        media=media,
+    )
+
+
+def ready(request: GenerationRequest, generated: GeneratedSample, index: int) -> SampleReady:
+    """Make a generated sample what the trainer takes."""
+    tokens = np.concatenate([request.prompt_tokens, generated.tokens])
+    mask = (np.arange(len(tokens)) >= len(request.prompt_tokens)).astype(np.uint8)
+    logprobs = np.zeros(len(tokens), np.float32)
+    logprobs[len(request.prompt_tokens) :] = generated.logprobs
+    return SampleReady(
+        sample_id=generated.sample_id,
+        prompt_group_id=request.prompt_group_id,
+        sample_index=index,
+        samples_per_prompt=len(request.samples),
+        train_step=0,
+        group_index=0,
+        attempt=0,
+        row=0,
+        policy_version=1,
+        min_policy_version=1,
+        max_policy_version=1,
+        tokens=tokens,
+        loss_mask=mask,
+        rollout_logprobs=logprobs,
+        advantages=np.ones(len(tokens), np.float32),
+        reward=0.0,
+        temperature=1.0,
+        num_prompt_tokens=len(request.prompt_tokens),
+        finish_reason=FinishReason.LENGTH,
+        media=[piece.reference for piece in request.media],
+    )

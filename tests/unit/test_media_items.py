@@ -1,0 +1,82 @@
+"""What a row may name, and what it may not."""
+
+import base64
+from pathlib import Path
+
+import pytest
+
+from relax_events.errors import MediaError
+from relax_events.events.parts import Modality
+from relax_events.media.items import MediaItem, items_of
+
+CONTENT = b"\x89PNG and so on"
+
+
+def item(source: str | bytes, root: Path | None = None) -> MediaItem:
+    return MediaItem(Modality.IMAGE, source, "rows.jsonl:3: images[0]", root)
+
+
+def check_refused(one: MediaItem, reason: str, *, max_bytes: int = 100) -> str:
+    with pytest.raises(MediaError) as caught:
+        one.read(max_bytes=max_bytes)
+    assert caught.value.reason == reason
+    return str(caught.value)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "pictures" / "inner").mkdir(parents=True)
+    (tmp_path / "pictures" / "inner" / "a.png").write_bytes(CONTENT)
+    (tmp_path / "secret").write_bytes(b"not for you")
+    return tmp_path / "pictures"
+
+
+def test_item_reads_bytes_data_uris_and_files_below_the_root(root: Path) -> None:
+    assert item(CONTENT).read(max_bytes=100) == CONTENT
+    assert item("data:image/png;base64," + base64.b64encode(CONTENT).decode()).read(max_bytes=100) == CONTENT
+    assert item("data:,a%20b").read(max_bytes=100) == b"a b"
+    assert item("inner/a.png", root).read(max_bytes=100) == CONTENT
+    assert item(str(root / "inner" / "a.png"), root).read(max_bytes=100) == CONTENT
+
+
+@pytest.mark.parametrize("path", ["../secret", "inner/../../secret", "/etc/passwd"])
+def test_item_reads_nothing_outside_of_the_root(root: Path, path: str) -> None:
+    text = check_refused(item(path, root), "outside_root")
+    assert text == f"rows.jsonl:3: images[0] names {path!r}, which lies outside of media_root = {root}"
+
+
+def test_item_follows_no_link_out_of_the_root(root: Path) -> None:
+    (root / "link.png").symlink_to(root.parent / "secret")
+    check_refused(item("link.png", root), "outside_root")
+
+
+def test_item_names_no_file_without_a_root() -> None:
+    assert "set media_root beside multimodal_keys" in check_refused(item("a.png"), "no_root")
+
+
+@pytest.mark.parametrize("path", ["gone.png", "inner", "a\0b"])
+def test_item_says_what_can_not_be_read(root: Path, path: str) -> None:
+    assert "which can't be read" in check_refused(item(path, root), "missing")
+
+
+@pytest.mark.parametrize("source", ["data:image/png;base64", "data:image/png;base64,***"])
+def test_item_refuses_what_is_no_data_uri(source: str) -> None:
+    check_refused(item(source), "bad_data_uri")
+
+
+def test_item_is_refused_when_it_is_larger_than_allowed(root: Path) -> None:
+    (root / "large.png").write_bytes(bytes(11))
+    data_uri = "data:;base64," + base64.b64encode(bytes(11)).decode()
+    for one in (item(bytes(11)), item("large.png", root), item(data_uri), item("data:;base64," + 100 * "A")):
+        assert "must be at most model.media.max_item_bytes = 10" in check_refused(one, "too_large", max_bytes=10)
+
+
+def test_column_gives_one_item_or_a_list_in_any_of_the_forms_of_datasets() -> None:
+    def sources(value: object) -> list[str | bytes]:
+        return [one.source for one in items_of(value, modality=Modality.IMAGE, place="row 1: images", root=None)]
+
+    assert sources(None) == []
+    assert sources("a.png") == ["a.png"]
+    assert sources([{"bytes": b"x", "path": "a.png"}, {"bytes": None, "path": "b.png"}]) == [b"x", "b.png"]
+    with pytest.raises(MediaError, match=r"row 1: images\[1\] is a int; media are paths, data URIs, bytes, or objects"):
+        sources(["a.png", 7])

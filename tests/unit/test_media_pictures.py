@@ -1,0 +1,94 @@
+"""Pictures as they come: whole, turned, and hostile."""
+
+import struct
+import zlib
+from io import BytesIO
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from relax_events.config import MediaConfig
+from relax_events.errors import MediaError
+from relax_events.media.pictures import PictureFacts, decode_picture, inspect_picture
+from tests.unit.pictures import picture_file
+
+WEBP_HEAD = picture_file(96, 96, kind="WEBP")[:200]
+"""A decoder of WebP does not even open what was cut off."""
+LIMITS = MediaConfig(max_item_bytes=50_000, max_image_pixels=10_000)
+
+
+def check_refused(data: bytes, reason: str, *, decode: bool = False) -> str:
+    with pytest.raises(MediaError) as caught:
+        decode_picture(data, size=(16, 16), limits=LIMITS, place="rows:1") if decode else inspect_picture(data, limits=LIMITS, place="rows:1")
+    assert caught.value.reason == reason
+    return str(caught.value)
+
+
+def png_that_claims(width: int, height: int) -> bytes:
+    """A PNG of a few bytes whose head claims any size."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(("kind", "media_type"), [("PNG", "image/png"), ("JPEG", "image/jpeg"), ("WEBP", "image/webp"), ("GIF", "image/gif")])
+def test_head_tells_type_and_size(kind: str, media_type: str) -> None:
+    assert inspect_picture(picture_file(48, 32, kind=kind), limits=LIMITS, place="rows:1") == PictureFacts(media_type, 48, 32)
+
+
+def test_pixels_are_those_of_the_file() -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (16, 24, 3)).astype(np.uint8)
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    assert np.array_equal(decode_picture(file.getvalue(), size=(16, 24), limits=LIMITS, place="rows:1"), pixels)
+
+
+def test_picture_is_turned_as_its_camera_says() -> None:
+    pixels = np.zeros((16, 32, 3), np.uint8)
+    pixels[:, :16] = 255
+    image, file, exif = Image.fromarray(pixels), BytesIO(), Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees, clockwise
+    image.save(file, "JPEG", quality=100, exif=exif)
+    assert inspect_picture(file.getvalue(), limits=LIMITS, place="rows:1") == PictureFacts("image/jpeg", 16, 32)
+    upright = decode_picture(file.getvalue(), size=(32, 16), limits=LIMITS, place="rows:1")
+    assert upright[:14].min() > 200  # what was left is on top now
+    assert upright[18:].max() < 50
+
+
+def test_picture_without_three_colours_gets_them() -> None:
+    for mode in ("RGBA", "L", "P", "LA", "1"):
+        file = BytesIO()
+        Image.new(mode, (16, 16)).save(file, "PNG")
+        assert decode_picture(file.getvalue(), size=(16, 16), limits=LIMITS, place="rows:1").shape == (16, 16, 3)
+
+
+@pytest.mark.parametrize("side", [200, 10_000, 60_000])
+def test_bomb_is_refused_by_what_its_head_claims(side: int) -> None:
+    text = check_refused(png_that_claims(side, side), "too_many_pixels")
+    assert text.startswith("rows:1")
+
+
+STRANGERS = [b"", b"hello", b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%PDF-1.7", b"\x7fELF" + bytes(60), b"GIF89a", WEBP_HEAD]
+
+
+@pytest.mark.parametrize("data", STRANGERS)
+def test_other_files_are_refused(data: bytes) -> None:
+    assert "is no picture of the kinds PNG" in check_refused(data, "wrong_type")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_file_that_was_cut_off_is_named(kind: str) -> None:
+    whole = picture_file(96, 96, kind=kind)
+    assert check_refused(whole[: len(whole) * 2 // 3], "truncated", decode=True).startswith("rows:1 is cut off or broken")
+
+
+def test_png_whose_pixels_are_missing_is_named() -> None:
+    check_refused(png_that_claims(90, 90), "truncated", decode=True)
+
+
+def test_large_file_is_refused() -> None:
+    assert "must be at most model.media.max_item_bytes = 50000, got 50001" in check_refused(bytes(50_001), "too_large")
