@@ -17,9 +17,11 @@ from relax_events.control.topics.applying import plan_changes
 from relax_events.data.judging import HookJudge, judges_length, length_judge
 from relax_events.data.laying_out import answers_of
 from relax_events.data.rendering import PromptRenderer
+from relax_events.data.row_media import shown_messages
 from relax_events.data.rows import PromptRow, PromptSource
 from relax_events.data.sources import evaluated_parts, named_parts, open_source
 from relax_events.errors import CheckFailed, EnvironmentProblem, RelaxError
+from relax_events.media.library import MediaLibrary
 from relax_events.objects import ObjectStore
 from relax_events.rewards.pool import RewardItem, RewardPool
 from relax_events.topics import TopicPlan
@@ -154,7 +156,7 @@ def _left_out(source: PromptSource) -> str:
 
 def _answers(config: RunConfig, row: PromptRow) -> str:
     """Say how long the answers are that a row brings; raises PoisonSample where they can't be laid out."""
-    answers = answers_of(row, renderer=PromptRenderer.from_folder(config.model.path, config.data))
+    answers = answers_of(row, renderer=PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media))
     return "the first brings " + " and ".join(f"{int(answer.loss_mask.sum())} tokens to learn" for answer in answers)
 
 
@@ -162,8 +164,8 @@ def _lengths(config: RunConfig, source: PromptSource) -> str:
     """Say how many of a source's first rows the length filters take; nothing without filters, or before there is a tokenizer."""
     if not judges_length(config.data) or not config.model.path.exists():
         return ""
-    renderer = PromptRenderer.from_folder(config.model.path, config.data)
-    judge = length_judge(renderer, config.data)
+    renderer = PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media)
+    judge = length_judge(renderer, config.data, messages_of=shown_messages(MediaLibrary(config)))
     rows = range(min(source.rows, NUM_MEASURED))
     reasons = Counter(verdict for row in rows if isinstance(verdict := judge(source.row(row), mean_rewards=(), train_step=0), str))
     passed_over = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(reasons.items())) or "none"

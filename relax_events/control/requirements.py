@@ -8,7 +8,9 @@ import socket
 
 from relax_events.config import RunConfig
 from relax_events.config.algorithm_spec import find_algorithm
+from relax_events.data.sources import brings_media
 from relax_events.errors import ConfigError, EnvironmentProblem
+from relax_events.models.media_layout import PICTURE_FAMILIES, MediaLayout
 from relax_events.models.vocabulary import require_same_vocabulary
 from relax_events.plugins import ENGINES, ROLES, TRAINER_BACKENDS, find_plugin
 
@@ -41,6 +43,7 @@ def require_model(config: RunConfig) -> str:
     """
     if missing := [name for name in MODEL_PACKAGES if importlib.util.find_spec(name) is None]:
         raise EnvironmentProblem(f"{missing[0]} is not installed; install relax-events[model]")
+    _require_reader_of_media(config)
     path = config.model.path
     if not path.exists():
         if config.model.tiny is None:
@@ -53,6 +56,21 @@ def require_model(config: RunConfig) -> str:
         raise ConfigError(f"model.path {path} has no *.safetensors; convert the weights (no other format is read)")
     _require_critic(config)
     return f"{path} is complete"
+
+
+def _require_reader_of_media(config: RunConfig) -> None:
+    """Refuse data that bring media where the model, as it is there or will be made, reads text alone."""
+    if not any(map(brings_media, (*config.data.parts, *config.evaluation.datasets))):
+        return
+    path, tiny = config.model.path, config.model.tiny
+    reads = MediaLayout.from_folder(path, config.model.media) is not None if path.exists() else tiny is None or tiny.family in PICTURE_FAMILIES
+    if not reads:
+        what = f"model.path {path}" if path.exists() else f"model.tiny.family = {tiny.family if tiny else ''!r}"
+        raise ConfigError(f"the data bring media and {what} reads text alone; take a model of one of the families {', '.join(PICTURE_FAMILIES)}")
+    if config.algorithm.needs_critic:
+        raise ConfigError(f"the data bring media, and the critic of algorithm {config.algorithm.name} reads text alone; take another algorithm")
+    if importlib.util.find_spec("PIL") is None:
+        raise EnvironmentProblem("pillow is not installed; install relax-events[media]")
 
 
 def _require_critic(config: RunConfig) -> None:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, NoReturn
 
 import orjson
 
 from relax_events.config import RowsConfig
 from relax_events.data.completions import checked_completion, divided, pair_of
+from relax_events.data.placeholders import MARKERS, with_places
 from relax_events.data.rows import PromptRow, with_system_prompt
-from relax_events.errors import ConfigError
-from relax_events.events.parts import ChatMessage
+from relax_events.errors import ConfigError, MediaError
+from relax_events.events.parts import ChatMessage, Modality
+from relax_events.media.items import MediaItem, items_of
 
 KINDS = {type(None): "null", dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
 
 
 class ColumnReader:
-    """Picks prompt, answer, metadata and tools out of a row, whatever file it comes from."""
+    """Picks prompt, answer, metadata, tools and media out of a row, whatever file it comes from."""
 
     def __init__(self, config: RowsConfig, *, section: str) -> None:
         """Choose the columns.
@@ -29,7 +31,8 @@ class ColumnReader:
         self._config, self._section = config, section
         prompt_key = "" if config.conversation_key else config.prompt_key
         learnt_keys = (config.completion_key, config.conversation_key, config.chosen_key, config.rejected_key)
-        self._taken = {key for key in (prompt_key, *learnt_keys, config.answer_key, config.tools_key) if key}
+        self._media_keys = {Modality(name): key for name, key in config.multimodal_keys.items()}
+        self._taken = {key for key in (prompt_key, *learnt_keys, config.answer_key, config.tools_key, *self._media_keys.values()) if key}
 
     def needed(self, columns: list[str]) -> list[str]:
         """Return those of a file's columns that a row is made of."""
@@ -50,25 +53,40 @@ class ColumnReader:
         if not isinstance(columns, dict):
             raise ConfigError(f"{place} is {_kind(columns)}; each line must be one JSON object")
         prompt, completions = self._learnt(columns, place)
-        messages = with_system_prompt(prompt, config.system_prompt)
+        messages, media = with_system_prompt(prompt, config.system_prompt), list[MediaItem]()
+        if self._media_keys:
+            messages, media = with_places(messages, self._media(columns, place), place=place)
         answer = self._column(columns, config.answer_key, "answer_key", place) if config.answer_key else ""
         tools = self._column(columns, config.tools_key, "tools_key", place) if config.tools_key else None
         text = answer if isinstance(answer, str) else _json(answer, f"{place}: {config.answer_key}")
         if not config.answer_key and len(completions) == 1 and len(completions[0]) == 1:
             text = completions.pop()[0].text
-        return PromptRow(messages, text, self._metadata(columns, place), _tools(tools, f"{place}: {config.tools_key}"), completions)
+        return PromptRow(messages, text, self._metadata(columns, place), _tools(tools, f"{place}: {config.tools_key}"), completions, media)
+
+    def _media(self, columns: dict[str, Any], place: str) -> dict[Modality, list[MediaItem]]:
+        """Return what the row brings; null is nothing."""
+        values = {modality: self._column(columns, key, "multimodal_keys", place) for modality, key in self._media_keys.items()}
+        try:
+            return {
+                modality: items_of(value, modality=modality, place=f"{place}: {self._media_keys[modality]}", root=self._config.media_root)
+                for modality, value in values.items()
+            }
+        except MediaError as error:
+            raise ConfigError(str(error)) from None
 
     def _learnt(self, columns: dict[str, Any], place: str) -> tuple[list[ChatMessage], list[list[ChatMessage]]]:
         """Return the conversation so far, and the completions that the row brings."""
         config = self._config
         if config.conversation_key:
             where = f"{place}: {config.conversation_key}"
-            conversation = _messages(self._column(columns, config.conversation_key, "conversation_key", place), where)
+            value = self._column(columns, config.conversation_key, "conversation_key", place)
+            conversation = _messages(value, where, modalities=self._media_keys)
             prompt, completion = divided(conversation, train_on=config.train_on, place=where)
             return prompt, [completion]
         prompt = []
         if config.prompt_key:
-            prompt = _messages(self._column(columns, config.prompt_key, "prompt_key", place), f"{place}: {config.prompt_key}")
+            value = self._column(columns, config.prompt_key, "prompt_key", place)
+            prompt = _messages(value, f"{place}: {config.prompt_key}", modalities=self._media_keys)
         if config.chosen_key:
             chosen, rejected = (self._completion(columns, getattr(config, key), key, place) for key in ("chosen_key", "rejected_key"))
             return pair_of(prompt, chosen, rejected, place=place)
@@ -101,26 +119,30 @@ class ColumnReader:
         return value
 
 
-def _messages(prompt: Any, place: str, *, what: str = "a prompt") -> list[ChatMessage]:
+def _messages(prompt: Any, place: str, *, what: str = "a prompt", modalities: Container[str] = ()) -> list[ChatMessage]:
     if isinstance(prompt, str) and prompt:
         return [ChatMessage.of_text("user", prompt)]
     if not isinstance(prompt, list) or not prompt:
         raise ConfigError(f"{place} is {_kind(prompt)}; {what} is a non-empty string or a list of chat messages")
-    return [_message(message, place) for message in prompt]
+    return [_message(message, place, modalities) for message in prompt]
 
 
-def _message(message: Any, place: str) -> ChatMessage:
+def _message(message: Any, place: str, modalities: Container[str]) -> ChatMessage:
     role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
     if isinstance(content, list):
-        content = "".join(_text_part(part, place) for part in content)
+        content = "".join(_text_part(part, place, modalities) for part in content)
     if not isinstance(role, str) or not isinstance(content, str):
         raise ConfigError(f"{place} has message {message!r:.80}; a chat message is an object with the strings role and content")
     return ChatMessage.of_text(role, content)
 
 
-def _text_part(part: Any, place: str) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise ConfigError(f"{place} has content part {part!r:.80}; only parts of type 'text' with a text can be used")
+def _text_part(part: Any, place: str, modalities: Container[str]) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind in modalities:
+        return MARKERS[Modality(kind)]
+    if kind != "text" or not isinstance(part.get("text"), str):
+        rule = "only parts of type 'text' with a text can be used, and those of the modalities in multimodal_keys"
+        raise ConfigError(f"{place} has content part {part!r:.80}; {rule}")
     return str(part["text"])
 
 

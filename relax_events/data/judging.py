@@ -16,7 +16,9 @@ import orjson
 from relax_events.config import DataConfig
 from relax_events.data.laying_out import answers_of
 from relax_events.data.rendering import PromptRenderer
+from relax_events.data.row_media import MediaJudge, MessagesOf, plain_messages
 from relax_events.data.rows import PromptRow
+from relax_events.data.sources import brings_media
 from relax_events.data.stream import DataPlace
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.plugins import FUNCTION, FilePlugin, find_plugin
@@ -57,13 +59,16 @@ class History:
 class LengthJudge:
     """Passes over prompts that are too short, too long, or that the chat template refuses, and likewise the answers that rows bring."""
 
-    def __init__(self, renderer: PromptRenderer, *, min_tokens: int, max_tokens: int, max_sample_tokens: int = 0) -> None:
+    def __init__(
+        self, renderer: PromptRenderer, *, min_tokens: int, max_tokens: int, max_sample_tokens: int = 0, messages_of: MessagesOf = plain_messages
+    ) -> None:
         self._renderer, self._min, self._max, self._max_sample = renderer, min_tokens, max_tokens, max_sample_tokens
+        self._messages_of = messages_of
 
     def __call__(self, row: PromptRow, *, mean_rewards: Sequence[float], train_step: int) -> Verdict:
         """See `Judge`."""
         try:
-            num_tokens = len(self._renderer.prompt_tokens(row.messages, tools=row.tools))
+            num_tokens = len(self._renderer.prompt_tokens(self._messages_of(row), tools=row.tools))
         except PoisonSample:
             return "refused_by_template"
         if num_tokens < self._min:
@@ -136,18 +141,19 @@ def find_hook(name: str) -> EntryPoint | FilePlugin:
     return find_plugin(HOOKS, name, what=f"data.hook = {name!r}", accepts=FUNCTION)
 
 
-def judges_of(config: DataConfig, *, renderer: PromptRenderer | None) -> list[Judge]:
+def judges_of(config: DataConfig, *, renderer: PromptRenderer | None, messages_of: MessagesOf = plain_messages) -> list[Judge]:
     """Return the judges that a run file asks for, in the order in which they are asked.
 
     Args:
         config: The run file's data section.
         renderer: Needed where prompts are judged by length.
+        messages_of: Puts the media of rows into the store, where they bring some.
     Raises:
         ConfigError: The hook can't be loaded.
     """
-    judges: list[Judge] = []
+    judges: list[Judge] = [MediaJudge(messages_of)] if any(map(brings_media, config.parts)) else []
     if renderer is not None and judges_length(config):
-        judges.append(length_judge(renderer, config))
+        judges.append(length_judge(renderer, config, messages_of=messages_of))
     if config.pass_rate is not None:
         judges.append(PassRateJudge(*config.pass_rate))
     if config.hook:
@@ -155,10 +161,15 @@ def judges_of(config: DataConfig, *, renderer: PromptRenderer | None) -> list[Ju
     return judges
 
 
-def length_judge(renderer: PromptRenderer, config: DataConfig) -> LengthJudge:
+def length_judge(renderer: PromptRenderer, config: DataConfig, *, messages_of: MessagesOf = plain_messages) -> LengthJudge:
     """Return the judge of lengths that a run file asks for."""
-    longest = config.max_sample_tokens
-    return LengthJudge(renderer, min_tokens=config.min_prompt_tokens, max_tokens=config.max_prompt_tokens, max_sample_tokens=longest)
+    return LengthJudge(
+        renderer,
+        min_tokens=config.min_prompt_tokens,
+        max_tokens=config.max_prompt_tokens,
+        max_sample_tokens=config.max_sample_tokens,
+        messages_of=messages_of,
+    )
 
 
 def judges_length(config: DataConfig) -> bool:

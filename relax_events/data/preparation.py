@@ -8,15 +8,18 @@ from pathlib import Path
 
 import orjson
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from relax_events.config import DataConfig, RunConfig, WarmStartConfig
 from relax_events.config.generation import TinyModelConfig
+from relax_events.data.placeholders import with_media
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow
 from relax_events.data.sources import open_stream
 from relax_events.errors import ConfigError
+from relax_events.media.library import MediaLibrary
+from relax_events.models.families import Family, family_of
 from relax_events.models.tiny import make_tiny
 from relax_events.models.tokenizer import constant_phrases
 from relax_events.models.warm_start import SupervisedExample, greedy_completions, warm_start
@@ -109,19 +112,21 @@ def _copy_or_make(config: RunConfig, draft: Path, report: Report) -> None:
 
 
 def _train(config: RunConfig, path: Path, report: Report) -> None:
-    renderer = PromptRenderer.from_folder(path, config.data)
+    examples = _Examples(config, path)
     # Another order than the run's own, so that the run does not begin with the very prompts it was warmed up on.
     stream = open_stream(config.data, seed=config.run.seed, order_seed=config.run.seed + 1, shuffle=True)
-    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
+    family = family_of(path, config.model.media)
+    model = family.loader.from_pretrained(path, local_files_only=True, dtype=torch.float32)
     size = config.warm_start.batch_size
     warm_start(
         model,
-        batch=lambda step: [_example(renderer, stream[step * size + offset]) for offset in range(size)],
+        batch=lambda step: [examples.of(stream[step * size + offset]) for offset in range(size)],
         config=config.warm_start,
         report=lambda step, loss: _report_step(step, loss, config.warm_start, report),
+        family=family,
     )
     first_unseen = config.warm_start.steps * size
-    accuracy = _greedy_accuracy(model, renderer, [stream[first_unseen + offset] for offset in range(NUM_CHECKED_PROMPTS)])
+    accuracy = _greedy_accuracy(model, examples, [stream[first_unseen + offset] for offset in range(NUM_CHECKED_PROMPTS)], family)
     report(f"greedy accuracy after the warm start: {accuracy:.2f} on {NUM_CHECKED_PROMPTS} prompts")
     model.save_pretrained(path)
 
@@ -133,20 +138,30 @@ def _report_step(step: int, loss: float, config: WarmStartConfig, report: Report
         report(f"warm start: step {step} of {config.steps}, loss {loss:.3f}")
 
 
-def _greedy_accuracy(model: PreTrainedModel, renderer: PromptRenderer, rows: list[PromptRow]) -> float:
-    completions = greedy_completions(model, [_example(renderer, row) for row in rows])
-    texts = (renderer.completion_text(tokens) for tokens in completions)
+def _greedy_accuracy(model: PreTrainedModel, examples: _Examples, rows: list[PromptRow], family: Family) -> float:
+    completions = greedy_completions(model, [examples.of(row) for row in rows], family=family)
+    texts = (examples.renderer.completion_text(tokens) for tokens in completions)
     return sum(text.strip() == row.answer.strip() for text, row in zip(texts, rows, strict=True)) / len(rows)
 
 
-def _example(renderer: PromptRenderer, row: PromptRow) -> SupervisedExample:
-    return SupervisedExample(renderer.prompt_tokens(row.messages, tools=row.tools), renderer.answer_tokens(row.answer))
+class _Examples:
+    """Rows as they are learnt."""
+
+    def __init__(self, config: RunConfig, path: Path) -> None:
+        self.renderer = PromptRenderer.from_folder(path, config.data, media=config.model.media)
+        self._library = MediaLibrary(config, model_path=path)
+
+    def of(self, row: PromptRow) -> SupervisedExample:
+        media = tuple(self._library.show(item) for item in row.media)
+        messages = with_media(row.messages, [piece.reference for piece in media])
+        return SupervisedExample(self.renderer.prompt_tokens(messages, tools=row.tools), self.renderer.answer_tokens(row.answer), media)
 
 
 def _recipe(config: RunConfig) -> bytes:
     tiny = config.model.tiny
     recipe = {
         "data": config.data.model_dump(mode="json"),
+        "media": config.model.media.model_dump(mode="json"),
         "tiny": None if tiny is None else tiny.model_dump(mode="json"),
         "warm_start": config.warm_start.model_dump(mode="json"),
         "seed": config.run.seed,

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from jinja2.exceptions import TemplateError
 from numpy.typing import NDArray
 
-from relax_events.config import DataConfig
+from relax_events.config import DataConfig, MediaConfig
 from relax_events.data.tokenizer_folder import FolderTokenizer
 from relax_events.errors import ConfigError, PoisonSample
-from relax_events.events.parts import ChatMessage
+from relax_events.events.parts import ChatMessage, ContentPart, Modality
+from relax_events.models.media_layout import MediaLayout
+from relax_events.objects.roots import media_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,13 +28,21 @@ class PromptRenderer:
     `stop_token_ids` are the tokens that end a completion: the tokenizer's and those of the model's generation settings.
     """
 
-    def __init__(self, tokenizer: FolderTokenizer | PreTrainedTokenizerBase, config: DataConfig, *, stop_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: FolderTokenizer | PreTrainedTokenizerBase,
+        config: DataConfig,
+        *,
+        stop_token_ids: Sequence[int] = (),
+        layout: MediaLayout | None = None,
+    ) -> None:
         """Render with a tokenizer at hand.
 
         Args:
             tokenizer: Of the policy.
             config: Says whether the chat template is used, and with which options.
             stop_token_ids: End a completion besides the tokenizer's own end token.
+            layout: How media stand in a prompt; None where the model reads text alone.
         Raises:
             ConfigError: The chat template is wanted and the tokenizer has none, or nothing ends a completion.
         """
@@ -43,18 +53,24 @@ class PromptRenderer:
         if not self.stop_token_ids:
             raise ConfigError(f"the tokenizer of {tokenizer.name_or_path} names no end token; set eos_token in its tokenizer_config.json")
         self._tokenizer = tokenizer
-        self._config = config
+        self._config, self._layout = config, layout
 
     @classmethod
-    def from_folder(cls, path: Path, config: DataConfig) -> Self:
+    def from_folder(cls, path: Path, config: DataConfig, *, media: MediaConfig | None = None) -> Self:
         """Load the tokenizer of a model folder; nothing is ever downloaded.
 
+        Args:
+            path: The folder.
+            config: Of the prompts.
+            media: How the model is shown media; None where prompts are of text alone.
         Raises:
-            ConfigError: There is no such folder, or it holds no tokenizer.
+            ConfigError: There is no such folder, it holds no tokenizer, or its settings for media can't be used.
         """
         if not path.is_dir():
             raise ConfigError(f"model folder {path} does not exist; set model.path, or make the folder with: relax models prepare CONFIG")
-        return cls(_tokenizer(path, own_template(config)), config, stop_token_ids=_generation_stops(path / "generation_config.json"))
+        layout = None if media is None else MediaLayout.from_folder(path, media)
+        stops = _generation_stops(path / "generation_config.json")
+        return cls(_tokenizer(path, own_template(config)), config, stop_token_ids=stops, layout=layout)
 
     def prompt_tokens(self, messages: Sequence[ChatMessage], *, tools: str = "") -> NDArray[np.int32]:
         """Render a conversation up to where the model goes on.
@@ -65,11 +81,16 @@ class PromptRenderer:
             messages: The conversation.
             tools: JSON list of the tools that the template shows; an empty text where there are none.
         Raises:
-            PoisonSample: The template refuses the conversation; the text says why.
+            PoisonSample: The template refuses the conversation, or its media and their places don't fit; the text says why.
         """
         if not self._config.chat_template:
             return self.encode("\n".join(message.text for message in messages))
-        return self.encode(self.templated(messages, tools=tools))
+        tokens, media = self.encode(self.templated(messages, tools=tools)), media_in(messages)
+        if not media:
+            return tokens
+        if self._layout is None:
+            raise PoisonSample(f"the prompt brings {len(media)} pieces of media, and the model reads text alone; take one that reads pictures")
+        return self._layout.expanded(tokens, media)
 
     @property
     def has_template(self) -> bool:
@@ -82,7 +103,7 @@ class PromptRenderer:
         Raises:
             PoisonSample: The template refuses the conversation; the text says why.
         """
-        turns = [{"role": message.role, "content": message.text} for message in messages]
+        turns: list[Any] = [{"role": message.role, "content": _content(message)} for message in messages]
         options = self._config.chat_template_options
         shown = json.loads(tools) if tools else None
         try:
@@ -101,6 +122,17 @@ class PromptRenderer:
     def encode(self, text: str) -> NDArray[np.int32]:
         """Give the tokens of a text as it stands."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+
+
+def _content(message: ChatMessage) -> str | list[dict[str, str]]:
+    """Return a message as chat templates take it: a text, or a list of parts where it has media."""
+    if all(part.kind is Modality.TEXT for part in message.parts):
+        return message.text
+    return [_part(part) for part in message.parts]
+
+
+def _part(part: ContentPart) -> dict[str, str]:
+    return {"type": "text", "text": part.text or ""} if part.kind is Modality.TEXT else {"type": part.kind.value}
 
 
 def own_template(config: DataConfig) -> str | None:

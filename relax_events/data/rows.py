@@ -7,6 +7,7 @@ from typing import Protocol
 
 from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage
+from relax_events.media.items import MediaItem
 
 NUM_NAMED = 8
 
@@ -16,7 +17,8 @@ class PromptRow:
     """A problem: the conversation so far, the reference answer, a JSON object that the reward function may need, and a JSON list of tools.
 
     `completions` are what the row brings to learn from, each the messages that follow the conversation so far: one, or a chosen and a rejected
-    one. A single message to learn is the `answer`, and stands here only where the reference answer is another.
+    one. A single message to learn is the `answer`, and stands here only where the reference answer is another. `media` are what the parts
+    without text in the conversation stand for, in order; nothing of them has been read.
     """
 
     messages: list[ChatMessage]
@@ -24,6 +26,7 @@ class PromptRow:
     metadata: str = "{}"
     tools: str = ""
     completions: list[list[ChatMessage]] = field(default_factory=list)
+    media: list[MediaItem] = field(default_factory=list)
 
 
 class PromptSource(Protocol):

@@ -11,13 +11,15 @@ from relax_events.config import DataConfig, EvaluationDatasetConfig, RowsConfig,
 from relax_events.data.generated import GeneratedSource
 from relax_events.data.jsonl import JsonlSource
 from relax_events.data.rows import PromptSource
+from relax_events.data.scenes import SceneSource
 from relax_events.data.stream import PromptStream
 from relax_events.errors import ConfigError
 
 log = structlog.get_logger()
 GENERATED = "reasoning_gym"
+SCENES = "scenes"
 SLICE = re.compile(r"(.*)\[([0-9]*):([0-9]*)\]")
-KINDS = "'jsonl:<path>', 'parquet:<file or folder>' or 'reasoning_gym:<task>'"
+KINDS = "'jsonl:<path>', 'parquet:<file or folder>', 'reasoning_gym:<task>' or 'scenes:<task>'"
 
 
 def open_source(config: RowsConfig, *, seed: int, section: str = "data") -> PromptSource:
@@ -66,6 +68,11 @@ def evaluated_parts(config: RunConfig) -> list[tuple[str, EvaluationDatasetConfi
     return [(f"evaluation.datasets[{number}]", dataset) for number, dataset in enumerate(config.evaluation.datasets)]
 
 
+def brings_media(config: RowsConfig) -> bool:
+    """Tell whether a source's rows bring media."""
+    return bool(config.multimodal_keys) or config.source.startswith(f"{SCENES}:")
+
+
 def is_generated(config: RowsConfig) -> bool:
     """Tell whether a source's rows are made by a package that takes seconds to import."""
     return config.source.startswith(f"{GENERATED}:")
@@ -75,6 +82,8 @@ def _opened(config: RowsConfig, *, seed: int, section: str) -> PromptSource:
     kind, _, place = config.source.partition(":")
     if kind == GENERATED and place:
         return GeneratedSource(place, config, seed=seed)
+    if kind == SCENES and place:
+        return SceneSource(place, config, seed=seed)
     path, span = _sliced(place)
     if kind == "jsonl" and path:
         return JsonlSource(Path(path), config, span=span, section=section)

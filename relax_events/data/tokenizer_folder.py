@@ -71,7 +71,7 @@ class FolderTokenizer:
 
     def apply_chat_template(
         self,
-        turns: Sequence[Mapping[str, str]],
+        turns: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool,
         tokenize: bool = False,
