@@ -9,6 +9,7 @@ import numpy as np
 import structlog
 
 from relax_events.config import EvaluationDatasetConfig, RunConfig
+from relax_events.data.placeholders import with_media
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow, PromptSource
 from relax_events.data.tally import EvaluationTally
@@ -16,6 +17,7 @@ from relax_events.engines.protocol import Engine, GeneratedSample, GenerationReq
 from relax_events.errors import PoisonSample, RewardError, RunFailed
 from relax_events.events.parts import FinishReason
 from relax_events.events.types import PolicyEvaluated
+from relax_events.media.library import MediaLibrary
 from relax_events.rewards.pool import RewardItem, RewardPool
 
 log = structlog.get_logger()
@@ -38,6 +40,7 @@ class EvaluationPass:
         *,
         engine: Engine,
         renderer: PromptRenderer,
+        library: MediaLibrary,
         rewards: RewardPool,
         config: RunConfig,
         beat: Callable[[], None] = lambda: None,
@@ -49,13 +52,14 @@ class EvaluationPass:
             source: Its rows.
             engine: Holds the version's weights, and nothing runs in it.
             renderer: Of the policy.
+            library: Takes the media of its rows.
             rewards: Score its completions.
             config: The run.
             beat: Called while samples are scored, which takes long where a reward function hangs.
         """
         self._beat, self._num_at_once = beat, SCORED_AT_ONCE * (dataset.reward or config.reward).processes
         self._dataset, self._source = dataset, source
-        self._engine, self._renderer, self._rewards = engine, renderer, rewards
+        self._engine, self._renderer, self._rewards, self._library = engine, renderer, rewards, library
         self._sampling = dataset.sampling or config.engine.sampling
         self._max_running = config.engine.max_running_samples
         self._seed = config.run.seed
@@ -119,7 +123,9 @@ class EvaluationPass:
         row = self._source.row(index)
         name = f"{self._dataset.name}/{index}"
         try:
-            prompt_tokens = self._renderer.prompt_tokens(row.messages, tools=row.tools)
+            media = tuple(self._library.show(item) for item in row.media)
+            messages = with_media(row.messages, [piece.reference for piece in media])
+            prompt_tokens = self._renderer.prompt_tokens(messages, tools=row.tools)
             self._engine.submit(
                 GenerationRequest(
                     prompt_group_id=name,
@@ -127,6 +133,7 @@ class EvaluationPass:
                     samples=tuple(self._sample(name, number) for number in range(self._dataset.samples_per_prompt)),
                     sampling=self._sampling,
                     stop_token_ids=self._renderer.stop_token_ids,
+                    media=media,
                 )
             )
         except PoisonSample as error:

@@ -24,6 +24,7 @@ from relax_events.data.sources import evaluated_parts, open_source
 from relax_events.engines.protocol import Engine
 from relax_events.errors import WeightsError
 from relax_events.events.types import Event, PolicyEvaluated, PolicyVersionPublished
+from relax_events.media.library import MediaLibrary
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.worker import Worker
 from relax_events.rewards.pool import RewardPool
@@ -58,7 +59,8 @@ class EvaluatorLoop:
     ) -> None:
         self._worker, self._engine, self._transport, self._config = worker, engine, transport, worker.config
         self._sources, self._rewards = sources, rewards
-        self._renderer = PromptRenderer.from_folder(self._config.model.path, self._config.data)
+        self._renderer = PromptRenderer.from_folder(self._config.model.path, self._config.data, media=self._config.model.media)
+        self._library = MediaLibrary(self._config)
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._published: dict[int, PolicyVersionPublished] = {}
         self._done: set[tuple[int, str]] = set()
@@ -148,6 +150,7 @@ class EvaluatorLoop:
             self._sources[dataset.name],
             engine=self._engine,
             renderer=self._renderer,
+            library=self._library,
             rewards=self._rewards[dataset.name],
             config=self._config,
             beat=lambda: self._worker.tick(working=True),

@@ -27,17 +27,19 @@ from relax_events.config import RunConfig
 from relax_events.data.choosing import Choice, PromptChooser
 from relax_events.data.judging import Judge, judges_length, judges_of, needs_history
 from relax_events.data.rendering import PromptRenderer
+from relax_events.data.row_media import MessagesOf, plain_messages, stored_messages
 from relax_events.data.sources import open_stream
 from relax_events.data.stream import PromptStream
-from relax_events.errors import CorruptRecord, PoisonSample, SchemaError
+from relax_events.errors import CorruptRecord, MediaError, PoisonSample, SchemaError
 from relax_events.events.parts import Outcome
 from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupEnded, PromptGroupIssued
+from relax_events.media.library import MediaLibrary
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.validation import check_issued
 from relax_events.pipeline.worker import Worker
 from relax_events.policy import IssuedGroup, Place, admitted_steps, due_places, is_guest, reissue_of
 from relax_events.topics import shard_of
-from workers.opening import open_worker
+from workers.opening import open_store, open_worker
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
@@ -46,17 +48,20 @@ IDLE_SECONDS = 0.5
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     stream = open_stream(config.data, seed=config.run.seed)
-    renderer = PromptRenderer.from_folder(config.model.path, config.data) if judges_length(config.data) else None
-    judges = judges_of(config.data, renderer=renderer)
-    with open_worker("prompter", config, index=index, follow=("control.group-outcomes",), linger_ms=0) as worker:
-        PrompterLoop(worker, stream, judges).run()
+    store = open_store(config)
+    renderer = PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media) if judges_length(config.data) else None
+    messages_of = stored_messages(MediaLibrary(config, store=store))
+    judges = judges_of(config.data, renderer=renderer, messages_of=messages_of)
+    with open_worker("prompter", config, index=index, store=store, follow=("control.group-outcomes",), linger_ms=0) as worker:
+        PrompterLoop(worker, stream, judges, messages_of=messages_of).run()
 
 
 class PrompterLoop:
     """Waits for the control log: a published version admits a step, an untrained end frees a seat."""
 
-    def __init__(self, worker: Worker, stream: PromptStream, judges: Sequence[Judge] = ()) -> None:
+    def __init__(self, worker: Worker, stream: PromptStream, judges: Sequence[Judge] = (), *, messages_of: MessagesOf = plain_messages) -> None:
         self._worker, self._stream, self._config = worker, stream, worker.config
+        self._messages_of = messages_of
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._issued: dict[str, IssuedGroup] = {}
         self._seats: set[Place] = set()
@@ -155,8 +160,18 @@ class PrompterLoop:
         successor = reissue_of(ended, outcome=outcome, next_row=-1)
         if successor is None or successor.prompt_group_id in self._issued:
             return
-        choice = Choice(ended.row) if outcome is Outcome.EXPIRED else self._chooser.take(1, train_step=ended.place.train_step)[0]
+        is_same = outcome is Outcome.EXPIRED and self._is_at_hand(ended.row)
+        choice = Choice(ended.row) if is_same else self._chooser.take(1, train_step=ended.place.train_step)[0]
         self._issue([(replace(successor, row=choice.row), choice)])
+
+    def _is_at_hand(self, row: int) -> bool:
+        """Return whether a row can be issued once more: the files that it names may be gone."""
+        try:
+            self._messages_of(self._stream[row])
+        except MediaError as error:
+            log.warning("row.lost", row=row, reason=error.reason, error=str(error))
+            return False
+        return True
 
     def _issue(self, groups: list[tuple[IssuedGroup, Choice]]) -> None:
         if not groups:
@@ -184,7 +199,7 @@ class PrompterLoop:
             row=group.row,
             required_policy_version=required,
             samples_per_prompt=run.samples_per_prompt,
-            messages=row.messages,
+            messages=self._messages_of(row),
             answer=row.answer,
             metadata=row.metadata,
             tools=row.tools,

@@ -26,6 +26,8 @@ from relax_events.engines.protocol import Engine, GeneratedSample, GenerationReq
 from relax_events.errors import ConfigError, CorruptRecord, ObjectError, PoisonSample, WeightsError
 from relax_events.events.parts import FinishReason, Outcome, VersionSegment
 from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupIssued, SampleRolledOut
+from relax_events.media.library import MediaLibrary
+from relax_events.objects.roots import media_in
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.validation import check_issued
 from relax_events.pipeline.worker import Worker
@@ -48,7 +50,8 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     with open_worker("rollout", config, index=index, store=store, linger_ms=0) as worker:
         engine = open_engine(config, name=config.rollout_engine)
         try:
-            RolloutLoop(worker, engine, StoreTransport(store) if config.algorithm.has_rewards else VersionsOnly()).run()
+            transport = StoreTransport(store) if config.algorithm.has_rewards else VersionsOnly()
+            RolloutLoop(worker, engine, transport, library=MediaLibrary(config, store=store)).run()
         finally:
             engine.close()
 
@@ -72,10 +75,11 @@ def sample_seed(group_seed: int, sample_index: int) -> int:
 class RolloutLoop:
     """See the module's docstring."""
 
-    def __init__(self, worker: Worker, engine: Engine, transport: WeightsTransport) -> None:
+    def __init__(self, worker: Worker, engine: Engine, transport: WeightsTransport, *, library: MediaLibrary | None = None) -> None:
         self._worker, self._engine, self._transport = worker, engine, transport
         self._config = worker.config
-        self._renderer = PromptRenderer.from_folder(self._config.model.path, self._config.data)
+        self._library = library or MediaLibrary(self._config)
+        self._renderer = PromptRenderer.from_folder(self._config.model.path, self._config.data, media=self._config.model.media)
         self._inbox: queue.SimpleQueue[Lease | None] = queue.SimpleQueue()
         self._waiting: list[GroupInWork] = []
         self._running: dict[str, GroupInWork] = {}
@@ -226,6 +230,7 @@ class RolloutLoop:
                     samples=samples,
                     sampling=self._config.engine.sampling,
                     stop_token_ids=self._renderer.stop_token_ids,
+                    media=tuple(self._library.processed(reference) for reference in media_in(issued.messages)),
                     num_top_tokens=self._config.algorithm.num_rollout_top_tokens,
                 )
             )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from relax_events.engines.experts import ROW_BLOCK, use_padded_experts
 from relax_events.engines.kv_cache import RowCache
 from relax_events.errors import ConfigError
 from relax_events.models.causal_lm import attention_kinds, choose_device, load_causal_lm, replace_weights
+from relax_events.models.families import family_of
+from relax_events.models.media_inputs import MediaSequence
 
 
 class CausalModel:
@@ -28,8 +31,10 @@ class CausalModel:
             ConfigError: The folder is missing or holds no causal language model that this engine can serve.
         """
         self.device = choose_device(config.device)
+        self.family = family_of(path, config.media, apart=True)
         implementation = attention.register() if config.attention == "sdpa" else config.attention
-        self._module = load_causal_lm(path, attention=implementation, dtype=getattr(torch, config.dtype), device=self.device)
+        dtype = getattr(torch, config.dtype)
+        self._module = load_causal_lm(path, attention=implementation, dtype=dtype, device=self.device, loader=self.family.loader)
         self._head: nn.Module = self._module.get_output_embeddings()
         self.vocab_size = len(self._module.get_input_embeddings().get_parameter("weight"))
         _require_full_attention(self._module, path)
@@ -38,35 +43,42 @@ class CausalModel:
         self._require_linear_head(path)
 
     def prefill(
-        self, input_ids: Int[Tensor, "prompts length"], last: Int[Tensor, " prompts"]
+        self, input_ids: Int[Tensor, "prompts length"], last: Int[Tensor, " prompts"], sequences: Sequence[MediaSequence] = ()
     ) -> tuple[Float[Tensor, "prompts vocabulary"], DynamicCache]:
         """Run whole prompts, padded on the right; give the logits after each prompt's last token, and the cache.
 
         Args:
             input_ids: Prompts; what follows a prompt's end is ignored.
             last: Index of each prompt's last token.
+            sequences: The same prompts with their media; none where no prompt has any.
         """
         cache = DynamicCache(config=self._module.config)
         positions = torch.arange(input_ids.shape[1], device=self.device).expand_as(input_ids)
-        hidden = self._module.base_model(input_ids=input_ids, position_ids=positions, past_key_values=cache, use_cache=True).last_hidden_state
+        media = self.family.inputs(sequences, position_ids=np.tile(np.arange(input_ids.shape[1]), (len(input_ids), 1)))
+        hidden = self.family.hidden(self._module, input_ids, positions, media, past_key_values=cache, use_cache=True)
         return self._logits(hidden[torch.arange(len(last), device=self.device), last]), cache
 
     def decode(
-        self, tokens: Int[Tensor, " rows"], positions: Int[Tensor, " rows"], cache: RowCache, *, num_tokens: int
+        self, tokens: Int[Tensor, " rows"], positions: Int[Tensor, " rows"], cache: RowCache, *, num_tokens: int, shifts: Int[Tensor, " rows"]
     ) -> Float[Tensor, "rows vocabulary"]:
         """Run one token in each row; give the logits after it.
 
         Args:
             tokens: A multiple of `ROW_BLOCK` many: CPU kernels round one to three rows otherwise than more.
-            positions: Of the tokens in their rows.
+            positions: Places of the tokens in their rows.
             cache: Holds every earlier token of the rows; takes these.
             num_tokens: Length that attention sees; a multiple of 16 above all positions.
+            shifts: How far rotary positions are from places, because of media.
         """
         cache.open_step(positions, num_tokens=num_tokens)
         seen = torch.arange(num_tokens, device=self.device) <= positions[:, None]
         mask = torch.where(seen, 0.0, float("-inf")).to(self._module.dtype)[:, None, None]
         output = self._module.base_model(
-            input_ids=tokens[:, None], position_ids=positions[:, None], attention_mask=mask, past_key_values=cache, use_cache=True
+            input_ids=tokens[:, None],
+            position_ids=self.family.decoding_positions(positions[:, None], shifts[:, None]),
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
         )
         return self._logits(output.last_hidden_state[:, 0])
 

@@ -88,5 +88,5 @@ def _probe_rows(model: CausalModel, *, num_rows: int, num_prompts: int = 1, num_
     cache = RowCache(max_rows=num_rows, max_tokens=num_tokens)
     cache.fill(range(num_rows), prompts, sources=sources, num_tokens=PROBE_LENGTH)
     positions = torch.full((num_rows,), PROBE_LENGTH, device=model.device)
-    decoded = model.decode(tokens[sources, 0], positions, cache, num_tokens=num_tokens)
+    decoded = model.decode(tokens[sources, 0], positions, cache, num_tokens=num_tokens, shifts=torch.zeros_like(positions))
     return [torch.cat([prefilled[sources[place]], decoded[place]]) for place in places]

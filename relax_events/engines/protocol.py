@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_events.config import SamplingConfig
-from relax_events.events.parts import FinishReason, MediaRef, VersionSegment
+from relax_events.events.parts import FinishReason, VersionSegment
+from relax_events.models.media_inputs import ProcessedMedia
 from relax_events.weights import Weights
 
 
@@ -56,7 +57,7 @@ class GenerationRequest:
         samples: At least one.
         sampling: How tokens are drawn; `max_new_tokens` counts tokens generated before, too.
         stop_token_ids: A sample ends with finish reason `stop` after the first of these, which stays in it.
-        media: What the prompt's placeholders stand for.
+        media: What the prompt's placeholders stand for, in order; each with the reference that it came by.
         num_top_tokens: How many most probable tokens are wanted with each token that is drawn.
     """
 
@@ -65,7 +66,7 @@ class GenerationRequest:
     samples: tuple[SampleRequest, ...]
     sampling: SamplingConfig
     stop_token_ids: tuple[int, ...]
-    media: tuple[MediaRef, ...] = ()
+    media: tuple[ProcessedMedia, ...] = ()
     num_top_tokens: int = 0
 
 
@@ -109,7 +110,8 @@ class Engine(Protocol):
         Nothing of the request is queued when it is refused.
 
         Raises:
-            PoisonSample: The prompt is empty, has ids outside the vocabulary or leaves no room in `max_context_tokens`.
+            PoisonSample: The prompt is empty, has ids outside the vocabulary, leaves no room in `max_context_tokens`, or its media and their
+                places don't fit.
         """
         ...
 

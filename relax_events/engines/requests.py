@@ -7,13 +7,14 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
+from relax_events.engines.causal_model import CausalModel
 from relax_events.engines.protocol import GenerationRequest, SampleRequest
 from relax_events.engines.rows import Sample
 from relax_events.errors import PoisonSample
 
 
 def admitted_samples(
-    request: GenerationRequest, *, first_order: int, taken: Collection[str], vocab_size: int, max_context_tokens: int
+    request: GenerationRequest, *, first_order: int, taken: Collection[str], model: CausalModel, max_context_tokens: int
 ) -> list[Sample]:
     """Turn a request into samples that can run.
 
@@ -21,14 +22,13 @@ def admitted_samples(
         request: From the worker.
         first_order: Place of the first sample in the order of submission.
         taken: Ids of samples in the engine.
-        vocab_size: Token ids lie below this.
+        model: Says which token ids there are, and how media stand among them.
         max_context_tokens: Bound on prompt and completion together.
     Raises:
         PoisonSample: The request can't be generated; the text says why.
     """
     name = f"prompt group {request.prompt_group_id}"
-    if request.media:
-        raise PoisonSample(f"{name} has {len(request.media)} media items, and engine 'transformers' reads text alone; choose another engine")
+    vocab_size = model.vocab_size
     _check_tokens(request.prompt_tokens, f"{name}: prompt", vocab_size)
     num_prompt_tokens = len(request.prompt_tokens)
     if num_prompt_tokens == 0:
@@ -40,9 +40,23 @@ def admitted_samples(
         )
     if request.num_top_tokens > vocab_size:
         raise PoisonSample(f"{name}: num_top_tokens must be at most the vocabulary's {vocab_size}, got {request.num_top_tokens}")
+    shift = _media_shift(request, model, name) if request.media else 0
     max_new_tokens = min(request.sampling.max_new_tokens, max_context_tokens - num_prompt_tokens)
     _check_ids(request.samples, taken, name)
-    return [_sample(request, sample, first_order + index, max_new_tokens, vocab_size) for index, sample in enumerate(request.samples)]
+    samples = [_sample(request, sample, first_order + index, max_new_tokens, vocab_size) for index, sample in enumerate(request.samples)]
+    for sample in samples:
+        sample.position_shift = shift
+    return samples
+
+
+def _media_shift(request: GenerationRequest, model: CausalModel, name: str) -> int:
+    """Return how far the rotary position behind the prompt is from its length; refuse media that don't fit it."""
+    layout, media = model.family.layout, [piece.reference for piece in request.media]
+    if layout is None:
+        raise PoisonSample(f"{name} brings {len(media)} pieces of media, and the model reads text alone; take a model that reads pictures")
+    num_tokens = len(request.prompt_tokens)
+    cells = layout.cells(request.prompt_tokens, np.ones(num_tokens, bool), media)
+    return int(layout.positions(num_tokens, cells, media).max()) + 1 - num_tokens
 
 
 def _sample(request: GenerationRequest, sample: SampleRequest, order: int, max_new_tokens: int, vocab_size: int) -> Sample:
@@ -72,6 +86,7 @@ def _sample(request: GenerationRequest, sample: SampleRequest, order: int, max_n
         logprobs=sample.logprobs.astype(np.float32, copy=False),
         segments=sample.segments,
         top_tokens=top_tokens.astype(np.int32, copy=False),
+        media=request.media,
     )
 
 

@@ -12,6 +12,7 @@ from relax_events.config import SamplingConfig
 from relax_events.engines.protocol import GeneratedSample
 from relax_events.engines.sampling import RowSampling
 from relax_events.events.parts import FinishReason, VersionSegment
+from relax_events.models.media_inputs import ProcessedMedia
 
 NO_TOKEN = -1
 
@@ -33,6 +34,9 @@ class Sample:
     segments: tuple[VersionSegment, ...]
     top_tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))
     """The most probable ids at each of the tokens, where some are wanted."""
+    media: tuple[ProcessedMedia, ...] = ()
+    position_shift: int = 0
+    """How far rotary positions behind the prompt are from places: a picture takes fewer positions than tokens."""
     marks: list[tuple[int, int, bool]] = field(default_factory=list)
     """While running: count of tokens at which a policy version took over, the version, whether the cache is older."""
 
@@ -70,7 +74,9 @@ class RowTable:
         self.next_tokens = np.zeros(max_rows, np.int64)
         """The newest token of each row, which the next step reads."""
         self.positions = np.zeros(max_rows, np.int64)
-        """Its position: the number of tokens in the row's cache."""
+        """Its place: the number of tokens in the row's cache."""
+        self.position_shifts = np.zeros(max_rows, np.int64)
+        """How far its rotary position is from its place."""
         self._seeds = np.zeros(max_rows, np.uint64)
         self._counts = np.zeros(max_rows, np.int64)
         self._limits = np.zeros(max_rows, np.int64)
@@ -106,6 +112,7 @@ class RowTable:
         self._stops[row] = NO_TOKEN
         self._stops[row, : len(sample.stop_token_ids)] = sample.stop_token_ids
         self.positions[row] = len(sample.prompt_tokens) + count - 1
+        self.position_shifts[row] = sample.position_shift
         self._seeds[row], self._counts[row], self._limits[row] = sample.seed, count, sample.max_new_tokens
         self._temperatures[row], self._top_ps[row], self._top_ks[row] = sample.sampling.temperature, sample.sampling.top_p, sample.sampling.top_k
         self._tokens[row, :count], self._logprobs[row, :count] = sample.tokens, sample.logprobs
@@ -158,8 +165,9 @@ class RowTable:
         return sample
 
     def _arrays(self) -> tuple[NDArray[np.generic], ...]:
-        scalars = (self.next_tokens, self.positions, self._seeds, self._counts, self._limits, self._temperatures, self._top_ps, self._top_ks)
-        return (*scalars, self._stops, self._tokens, self._logprobs, self._top_tokens)
+        places = (self.next_tokens, self.positions, self.position_shifts)
+        scalars = (self._seeds, self._counts, self._limits, self._temperatures, self._top_ps, self._top_ks)
+        return (*places, *scalars, self._stops, self._tokens, self._logprobs, self._top_tokens)
 
     def _widen_stops(self, num_stops: int) -> None:
         if (missing := num_stops - self._stops.shape[1]) > 0:

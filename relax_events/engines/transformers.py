@@ -35,6 +35,7 @@ from relax_events.engines.requests import admitted_samples
 from relax_events.engines.rows import RowTable, Sample
 from relax_events.engines.sampling import draw, top_tokens, uniforms
 from relax_events.events.parts import FinishReason
+from relax_events.models.media_inputs import MediaSequence
 from relax_events.weights import Weights
 
 TOKEN_BLOCK = 16
@@ -43,8 +44,8 @@ MAX_PREFILL_TOKENS = 8192
 """Tokens, padding included, of one prefill forward; a longer prompt goes alone."""
 MAX_HELD_STEPS = 4
 """Decoding steps for which samples wait for others to join with; about what a small prefill costs."""
-Sharers = tuple[bytes, list[Sample]]
-"""A sequence of tokens, and the samples that continue it."""
+Sharers = list[Sample]
+"""Samples that continue the same tokens and media."""
 
 
 class TransformersEngine:
@@ -97,7 +98,7 @@ class TransformersEngine:
             request,
             first_order=self._num_submitted,
             taken=taken,
-            vocab_size=self._model.vocab_size,
+            model=self._model,
             max_context_tokens=self._config.max_context_tokens,
         )
         self._num_submitted += len(samples)
@@ -182,41 +183,43 @@ class TransformersEngine:
     def _joining(self) -> Iterator[list[Sharers]]:
         """Take waiting samples while there is room, oldest first, by prefill: equal sequences once, equal padded lengths together."""
         room = self._config.max_running_samples - self._table.num_rows
-        by_length: defaultdict[int, dict[bytes, list[Sample]]] = defaultdict(dict)
+        by_length: defaultdict[int, dict[tuple[bytes, ...], Sharers]] = defaultdict(dict)
         for _ in range(min(room, len(self._waiting))):
             sample = self._waiting.popleft()
             sequence = sample.sequence
-            by_length[_rounded(len(sequence), TOKEN_BLOCK)].setdefault(sequence.tobytes(), []).append(sample)
+            content = (sequence.tobytes(), *(piece.reference.digest for piece in sample.media))
+            by_length[_rounded(len(sequence), TOKEN_BLOCK)].setdefault(content, []).append(sample)
         for length, sharers in by_length.items():
             size = max(1, MAX_PREFILL_TOKENS // length) if self._rule.prefills_together else 1
-            waiting = list(sharers.items())
+            waiting = list(sharers.values())
             yield from (waiting[start : start + size] for start in range(0, len(waiting), size))
 
     def _prefill(self, sharers: list[Sharers]) -> None:
         """Compute the cache of sequences whose padded length is the same, and draw the next token of every sample."""
-        arrays = [np.frombuffer(sequence, np.int32) for sequence, _ in sharers]
+        arrays = [samples[0].sequence for samples in sharers]
         lengths = np.array([len(array) for array in arrays])
         ids = np.zeros((len(arrays), _rounded(int(lengths.max()), TOKEN_BLOCK)), np.int64)
         for row, array in enumerate(arrays):
             ids[row, : len(array)] = array
-        logits, prompts = self._model.prefill(self._tensor(ids), self._tensor(lengths - 1))
+        brings_media = any(samples[0].media for samples in sharers)
+        sequences = [_media_sequence(samples[0], row * ids.shape[1]) for row, samples in enumerate(sharers)] if brings_media else []
+        logits, prompts = self._model.prefill(self._tensor(ids), self._tensor(lengths - 1), sequences)
         first = self._table.num_rows
-        for _, samples in sharers:
+        for samples in sharers:
             for sample in samples:
                 self._table.join(sample, policy_version=self.policy_version)
         rows = slice(first, self._table.num_rows)
-        sources = np.repeat(np.arange(len(sharers)), [len(samples) for _, samples in sharers])
+        sources = np.repeat(np.arange(len(sharers)), [len(samples) for samples in sharers])
         self._cache.fill(range(rows.start, rows.stop), prompts, sources=sources.tolist(), num_tokens=int(lengths.max()))
         self._record(rows, logits[self._tensor(sources)])
 
     def _decode(self) -> None:
         num_rows, table = self._table.num_rows, self._table
         padded = max(self._rule.min_rows, _rounded(num_rows, ROW_BLOCK))
-        table.next_tokens[num_rows:padded] = table.positions[num_rows:padded] = 0
+        table.next_tokens[num_rows:padded] = table.positions[num_rows:padded] = table.position_shifts[num_rows:padded] = 0
         num_tokens = _rounded(int(table.positions[:num_rows].max()) + 1, TOKEN_BLOCK)
-        logits = self._model.decode(
-            self._tensor(table.next_tokens[:padded]), self._tensor(table.positions[:padded]), self._cache, num_tokens=num_tokens
-        )
+        tokens, positions, shifts = (self._tensor(values[:padded]) for values in (table.next_tokens, table.positions, table.position_shifts))
+        logits = self._model.decode(tokens, positions, self._cache, num_tokens=num_tokens, shifts=shifts)
         self._record(slice(0, num_rows), logits[:num_rows])
 
     def _record(self, rows: slice, logits: Tensor) -> None:
@@ -247,6 +250,12 @@ class TransformersEngine:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._model.device)
+
+
+def _media_sequence(sample: Sample, first_cell: int) -> MediaSequence:
+    tokens = sample.sequence
+    places = np.arange(len(tokens))
+    return MediaSequence(f"sample {sample.sample_id}", tokens, places < len(sample.prompt_tokens), sample.media, first_cell + places)
 
 
 def _rounded(count: int, block: int) -> int:
