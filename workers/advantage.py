@@ -22,6 +22,7 @@ from relax_events.errors import CorruptRecord, PoisonSample, RewardError
 from relax_events.events.parts import Array, Outcome, TopicOffset
 from relax_events.events.tensors import dense
 from relax_events.events.types import Event, PolicyVersionPublished, SampleEvaluated, SampleReady, SampleRolledOut, SampleScored
+from relax_events.objects.roots import media_in
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.join import GroupJoin, JoinedGroup
 from relax_events.pipeline.validation import check_sample
@@ -204,7 +205,7 @@ class AdvantageLoop:
             temperature=sample.temperature,
             num_prompt_tokens=sample.num_prompt_tokens,
             finish_reason=sample.finish_reason,
-            media=[part.media for message in sample.messages for part in message.parts if part.media is not None],
+            media=media_in(sample.messages),
             routed_experts=sample.routed_experts,
         )
         return self._worker.sample_record("advantage.samples", ready, prompt_group_id=sample.prompt_group_id, policy_version=sample.policy_version)

@@ -35,7 +35,8 @@ def open_teacher(worker: Worker) -> Scorer:
     if path is None:
         raise ConfigError("the teacher role has no teacher; set teacher.model_path to the folder of its checkpoint")
     require_same_vocabulary(config.model.path, path)
-    return open_scorer(worker, model=config.teacher.as_model(path), threads=config.teacher.threads)
+    model = config.teacher.as_model(path).model_copy(update={"media": config.model.media})
+    return open_scorer(worker, model=model, threads=config.teacher.threads)
 
 
 class Teaching(Evaluating):

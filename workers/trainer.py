@@ -26,6 +26,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import ConfigError, CorruptRecord, PoisonSample
 from relax_events.events.parts import CheckpointRef
 from relax_events.events.types import PromptGroupEnded, SampleReady, TrainStepCommitted
+from relax_events.media.library import MediaLibrary
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.source_run import SourceRun
@@ -89,6 +90,7 @@ class TrainLoop:
         self._topic = worker.plan.topic("advantage.samples")
         self._reader = LogReader(worker.connection, consumer_group=worker.plan.consumer_group("trainer"))
         self._transport: WeightsTransport = StoreTransport(store)
+        self._library = MediaLibrary(self._config, store=store)
         self._checkpoints = Checkpoints(store, ranks=ranks, keep=self._config.trainer.keep_checkpoints)
         self._shares: list[StepShare] = []
         self._pending: PendingCheckpoint | None = None
@@ -280,7 +282,8 @@ class TrainLoop:
             self._assembler.reject(record, reason, trainer_version=version)
 
     def _trainable(self, sample: SampleReady) -> SampleReady:
-        """Return a sample that this algorithm and this model can be trained on; raises PoisonSample as `check_trainable`."""
+        """Return a sample that can be trained, its media at hand; raises PoisonSample as `check_trainable`, or where its media can't be had."""
+        self._library.require(sample.media)
         return check_trainable(sample, algorithm=self._config.algorithm, vocab_size=self._backend.vocab_size)
 
     def _agree_to_drain(self) -> bool:

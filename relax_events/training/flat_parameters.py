@@ -22,13 +22,15 @@ class FlatParameters:
     """
 
     def __init__(self, module: nn.Module, *, config: TrainerConfig) -> None:
-        """Take over the parameters of a module. Matrices decay, vectors (norms, biases) don't.
+        """Take over the parameters of a module. Matrices decay, vectors (norms, biases) don't; those that need no gradient stay as they are.
 
         Args:
             module: All its trainable parameters are of one dtype.
             config: AdamW's settings.
         """
-        parameters = sorted(module.named_parameters(), key=lambda item: item[1].ndim < 2)
+        trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        self._frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
+        parameters = sorted(trainable, key=lambda item: item[1].ndim < 2)
         self._parameters = dict(parameters)
         dtype = torch.promote_types(parameters[0][1].dtype, torch.float32)
         self.values = torch.cat([parameter.detach().flatten() for _, parameter in parameters]).to(dtype)
@@ -94,11 +96,12 @@ class FlatParameters:
             torch._foreach_copy_(list(self._parameters.values()), list(self._views(self.values).values()))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Show master weights, moments and step counts, as views: `model.<name>`, `exp_avg.<name>`, `exp_avg_sq.<name>`, `optimizer.step.<group>`."""
+        """Show master and frozen weights, moments and steps: `model.<name>`, `exp_avg.<name>`, `exp_avg_sq.<name>`, `optimizer.step.<group>`."""
         flats = {"model": self.values} | self._moments
         named = {f"{kind}.{name}": view for kind, flat in flats.items() for name, view in self._views(flat).items()}
         steps = [self._optimizer.state[group["params"][0]]["step"] for group in self._optimizer.param_groups]
-        return named | {f"optimizer.step.{index}": step for index, step in enumerate(steps)}
+        frozen = {f"model.{name}": parameter.detach() for name, parameter in self._frozen.items()}
+        return named | frozen | {f"optimizer.step.{index}": step for index, step in enumerate(steps)}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take what `tensors` showed, and forget the gradients.

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from relax_events.errors import PoisonSample
 from relax_events.events.types import SampleReady
+from relax_events.models.media_inputs import MediaInputs
 from relax_events.training.row_layout import PromptSharing, choose_layout, lay_apart, lay_branched, offsets_in
 from relax_events.training.token_sequence import TokenSequence, plain
 
@@ -31,10 +32,14 @@ class PackedBatch:
     temperatures: Float32[np.ndarray, " loss_tokens"]
     num_loss_tokens: Int64[np.ndarray, " samples"]
     num_tokens: int
+    places: Int64[np.ndarray, " tokens"]
+    """Cell of each token of the samples laid end to end; several have one where a prompt is shared."""
     units: Int64[np.ndarray, "rows length"] | None = None
     """Where prompts are shared: which prompt a cell belongs to."""
     branches: Int64[np.ndarray, "rows length"] | None = None
     """Where prompts are shared: 0 in a prompt, and a number for each completion behind it."""
+    media: MediaInputs | None = None
+    """Where samples bring media: what stands in for placeholders, and rotary positions."""
 
 
 def pack_order(lengths: Sequence[int], *, max_tokens: int) -> list[slice]:
@@ -158,6 +163,7 @@ def pack(
         temperatures=np.repeat(temperatures, num_loss_tokens),
         num_loss_tokens=num_loss_tokens,
         num_tokens=len(tokens),
+        places=layout.places,
         units=None if layout.units is None else layout.units.reshape(shape),
         branches=None if layout.branches is None else layout.branches.reshape(shape),
     )

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from relax_events.config import ModelConfig
 from relax_events.errors import ConfigError
 from relax_events.models.causal_lm import attention_kinds, load_causal_lm, replace_weights
+from relax_events.models.families import family_of
+from relax_events.models.media_inputs import MediaInputs
 from relax_events.training.packing import PackedBatch
 from relax_events.training.row_layout import PromptSharing
 
@@ -52,7 +54,9 @@ class PolicyModel:
     It also proves that two completions behind one prompt do; where they do not, `prompt_sharing` is None.
     """
 
-    def __init__(self, path: Path, *, config: ModelConfig, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, path: Path, *, config: ModelConfig, device: torch.device, dtype: torch.dtype | None = None, media_apart: bool = False
+    ) -> None:
         """Load from a folder; nothing is fetched.
 
         Args:
@@ -60,13 +64,15 @@ class PolicyModel:
             config: The attention implementation, and the dtype unless another is given.
             device: Where the weights go.
             dtype: Of the weights, for proofs in float64.
+            media_apart: Let each piece of media be looked at by itself, for the same bits whatever it stands beside.
         Raises:
             ConfigError: The folder is missing or holds no causal language model, or its logits are more than a linear head.
         """
         self.device = device
         self.dtype = dtype or getattr(torch, config.dtype)
         self._attention = config.attention
-        self.module = load_causal_lm(path, attention=config.attention, dtype=self.dtype, device=device)
+        self.family = family_of(path, config.media, apart=media_apart)
+        self.module = load_causal_lm(path, attention=config.attention, dtype=self.dtype, device=device, loader=self.family.loader)
         self.vocab_size = len(self.module.get_input_embeddings().get_parameter("weight"))
         self._head: nn.Module = self.module.get_output_embeddings()
         self._require_linear_head(path)
@@ -90,7 +96,8 @@ class PolicyModel:
             torch.from_numpy(array).to(self.device)
             for array in (batch.input_ids, batch.position_ids, batch.loss_positions, batch.targets, batch.temperatures)
         )
-        hidden = self._hidden(input_ids, position_ids, self._sight(batch.units, batch.branches)).flatten(0, 1).index_select(0, positions)
+        sight = self._sight(batch.units, batch.branches)
+        hidden = self._hidden(input_ids, position_ids, sight, batch.media).flatten(0, 1).index_select(0, positions)
         wanted = torch.from_numpy(np.zeros((len(batch.targets), 0), np.int64) if ids is None else ids).to(self.device)
         chunk = max(1, MAX_LOGITS_ELEMENTS // self.vocab_size)
         if len(targets) <= chunk:
@@ -111,11 +118,10 @@ class PolicyModel:
         input_ids: Int[Tensor, "rows length"],
         position_ids: Int[Tensor, "rows length"],
         sight: Float[Tensor, "rows 1 length length"] | None = None,
+        media: MediaInputs | None = None,
     ) -> Float[Tensor, "rows length hidden"]:
         # No cache, and no mask but a whole one: with either, transformers 5 lets packed neighbours attend to each other.
-        output = self.module.base_model(input_ids=input_ids, position_ids=position_ids, attention_mask=sight, use_cache=False)
-        hidden: Tensor = output.last_hidden_state
-        return hidden
+        return self.family.hidden(self.module, input_ids, position_ids, media, attention_mask=sight, use_cache=False)
 
     def _sight(
         self, units: Int[np.ndarray, "rows length"] | None, branches: Int[np.ndarray, "rows length"] | None
@@ -181,7 +187,7 @@ class PolicyModel:
 
     def _cell_cost(self) -> float:
         """Count multiplications: of a pair of tokens in all layers' attention, beside those of a token in all layers' matrices."""
-        config, base = self.module.config.get_text_config(), self.module.base_model
+        config, base = self.module.config.get_text_config(), self.family.language(self.module)
         head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         num_weights = sum(parameter.numel() for parameter in base.parameters()) - self.module.get_input_embeddings().get_parameter("weight").numel()
         return float(2 * config.num_hidden_layers * config.num_attention_heads * head_width / num_weights)

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from relax_events.config import ModelConfig
 from relax_events.events.types import SampleRolledOut
+from relax_events.media.library import MediaLibrary
 from relax_events.models.causal_lm import choose_device
 from relax_events.training.packing import PackedBatch, pack, pack_order
 from relax_events.training.policy_model import PolicyModel
 from relax_events.training.protocol import SampleScores
 from relax_events.training.row_layout import padded_length
+from relax_events.training.sample_media import SampleMedia
 from relax_events.training.token_sequence import TokenSequence, plain
 from relax_events.training.token_sets import token_ids
 from relax_events.training.torch_backend import make_deterministic
@@ -39,7 +41,7 @@ class LogprobScorer:
     its records happened to be fetched.
     """
 
-    def __init__(self, model_path: Path, *, model: ModelConfig, threads: int, max_tokens: int) -> None:
+    def __init__(self, model_path: Path, *, model: ModelConfig, threads: int, max_tokens: int, library: MediaLibrary | None = None) -> None:
         """Load a model at version 0.
 
         Args:
@@ -47,13 +49,15 @@ class LogprobScorer:
             model: Dtype, device and attention.
             threads: CPU threads; 0 leaves the choice to torch.
             max_tokens: Budget of one packed forward.
+            library: Has the media of samples; None where they are of text alone.
         Raises:
             ConfigError: The model can't be loaded.
         """
         device = choose_device(model.device)
         make_deterministic(device, threads=threads)
         self.policy_version = 0
-        self._model = PolicyModel(model_path, config=model, device=device)
+        self._model = PolicyModel(model_path, config=model, device=device, media_apart=True)
+        self._media = None if library is None else SampleMedia(self._model.family, library)
         self._max_tokens = max_tokens
 
     def score(self, samples: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
@@ -84,6 +88,8 @@ class LogprobScorer:
 
     def _score_rows(self, samples: Sequence[TokenSequence], ids: Sequence[NDArray[np.int64]], *, num_best: int) -> list[SampleScores]:
         batch = pack_apart(samples, vocab_size=self._model.vocab_size)
+        if self._media is not None:
+            batch = self._media.added(batch, samples)
         wanted = None if ids[0] is NO_IDS else np.concatenate(ids)
         with torch.inference_mode():
             found = self._model.token_logprobs(batch, ids=wanted, num_best=num_best)

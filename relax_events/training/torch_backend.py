@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,12 +15,15 @@ from relax_events.algorithms.objective import Objective
 from relax_events.config import RunConfig, TrainerConfig
 from relax_events.errors import RunFailed
 from relax_events.events.types import SampleReady
+from relax_events.media.library import MediaLibrary
 from relax_events.models.causal_lm import choose_device
+from relax_events.models.families import freeze
 from relax_events.training.flat_parameters import FlatParameters
 from relax_events.training.loss_batch import LossBatch
 from relax_events.training.policy_model import PolicyModel
 from relax_events.training.protocol import Critic, Scorer, StepFigures, TrainerState
 from relax_events.training.ranks import Ranks
+from relax_events.training.sample_media import SampleMedia
 from relax_events.training.step_sums import MicroBatchSums, Totals, gather_totals, sum_micro_batch
 from relax_events.training.whole_step import step_cutoff, step_whitening
 
@@ -44,6 +48,8 @@ class TorchBackend:
         make_deterministic(device, threads=config.trainer.threads)
         torch.manual_seed(config.run.seed)
         self._model = PolicyModel(config.model.path, config=config.model, device=device, dtype=dtype)
+        freeze(self._model.module, config.model.frozen, family=self._model.family)
+        self._media = SampleMedia(self._model.family, MediaLibrary(config))
         self._flat = FlatParameters(self._model.module, config=config.trainer)
         self._objective = Objective(config.algorithm, max_new_tokens=config.engine.sampling.max_new_tokens)
         self._micro_batches: list[MicroBatchSums] = []
@@ -61,6 +67,7 @@ class TorchBackend:
         loss_batch = LossBatch.of(micro_batch, algorithm=algorithm, vocab_size=model.vocab_size, share_rows=model.shares_rows, sharing=sharing)
         if not len(loss_batch.batch.targets):
             return
+        loss_batch = replace(loss_batch, batch=self._media.added(loss_batch.batch, micro_batch))
         if algorithm.needs_whole_step:
             self._held.append(loss_batch)
         else:
@@ -167,7 +174,8 @@ class TorchBackend:
         from relax_events.training.scoring import LogprobScorer  # which sets the process up as this file does
 
         model, trainer = config.model, config.trainer
-        return LogprobScorer(model.path, model=model, threads=trainer.threads, max_tokens=trainer.max_tokens_per_micro_batch)
+        library = MediaLibrary(config)
+        return LogprobScorer(model.path, model=model, threads=trainer.threads, max_tokens=trainer.max_tokens_per_micro_batch, library=library)
 
     @staticmethod
     def open_critic(config: RunConfig) -> Critic:

@@ -9,7 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from relax_events.config import ModelConfig
+from relax_events.errors import ConfigError
 from relax_events.models.causal_lm import load_causal_lm
+from relax_events.models.families import family_of
 from relax_events.training.packing import PackedBatch
 from relax_events.training.policy_model import NEIGHBOURS, probe
 
@@ -59,10 +61,12 @@ class ValueModel:
             device: Where the weights go.
             dtype: Of the weights, for proofs in float64.
         Raises:
-            ConfigError: The folder is missing or holds no causal language model.
+            ConfigError: The folder is missing, holds no causal language model, or one that reads pictures.
         """
         self.device = device
         self.dtype = dtype or getattr(torch, config.dtype)
+        if family_of(path, config.media).layout is not None:
+            raise ConfigError(f"the critic would begin as {path}, which reads pictures, and critics read text alone; set critic.model_path")
         loaded = load_causal_lm(path, attention=config.attention, dtype=self.dtype, device=device)
         self.module = ValueNetwork(loaded.base_model, hidden_size=loaded.config.get_text_config().hidden_size)
         self.vocab_size = len(loaded.get_input_embeddings().get_parameter("weight"))

@@ -1,0 +1,62 @@
+"""Parts of a model that training leaves as they are."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from relax_events.errors import ConfigError
+from relax_events.media.library import MediaLibrary
+from relax_events.training.ranks import SingleRank
+from relax_events.training.torch_backend import TorchBackend
+from tests.unit.engine_requests import finish
+from tests.unit.pictures import picture_engine, picture_run, ready, request_for
+from tests.unit.trainer_samples import run_config
+
+PARTS = ("language", "vision", "projection")
+
+
+def part_of(name: str) -> str:
+    if "merger" in name:
+        return "projection"
+    return "vision" if ".visual." in name else "language"
+
+
+def trained(folder: Path, frozen: list[str]) -> tuple[TorchBackend, dict[str, torch.Tensor]]:
+    """Take one step on samples with pictures."""
+    config = picture_run(folder, model={"frozen": frozen})
+    backend, library, engine = TorchBackend(config, ranks=SingleRank()), MediaLibrary(config), picture_engine()
+    before = backend.weights()
+    request = request_for(1, library)
+    engine.submit(request)
+    backend.accumulate([ready(request, sample, index) for index, sample in enumerate(finish(engine).values())])
+    backend.step()
+    return backend, before
+
+
+@pytest.mark.parametrize("frozen", [[], ["vision"], ["language"], ["vision", "projection"], ["language", "projection"]])
+def test_frozen_parts_stay_and_the_others_learn(tmp_path: Path, frozen: list[str]) -> None:
+    backend, before = trained(tmp_path, frozen)
+    moved = {name for name, tensor in backend.weights().items() if not torch.equal(tensor, before[name])}
+    assert {part_of(name) for name in moved} == set(PARTS) - set(frozen)
+    assert set(before) == set(backend.weights())
+
+
+def test_state_holds_frozen_parts_and_goes_on_elsewhere(tmp_path: Path) -> None:
+    backend, _ = trained(tmp_path, ["vision"])
+    other = TorchBackend(picture_run(tmp_path, model={"frozen": ["vision"]}), ranks=SingleRank())
+    other.load_state(backend.state())
+    for name, tensor in backend.weights().items():
+        assert torch.equal(other.weights()[name], tensor), name
+
+
+def test_part_that_a_model_lacks_is_refused() -> None:
+    config = run_config()
+    config = config.model_copy(update={"model": config.model.model_copy(update={"frozen": ("vision",)})})
+    with pytest.raises(ConfigError, match=r"model\.frozen names 'vision', and the model's parts are language"):
+        TorchBackend(config, ranks=SingleRank())
+
+
+def test_something_must_be_left_to_train(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="leaves nothing to train"):
+        TorchBackend(picture_run(tmp_path, model={"frozen": list(PARTS)}), ranks=SingleRank())
