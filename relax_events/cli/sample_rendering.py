@@ -92,8 +92,12 @@ def outcome_text(detail: SampleDetail) -> str:
 
 
 def part_text(part: ContentPart) -> str:
-    """Return a piece of a message; media as their type and address."""
-    return part.text or "" if part.media is None else f"[{part.media.media_type}, {part.media.num_bytes} bytes: {part.media.uri}]"
+    """Return a piece of a message; media as their type, size and address."""
+    media = part.media
+    if media is None:
+        return part.text or ""
+    size = f"{media.width} x {media.height}, " if media.width and media.height else ""
+    return f"[{media.media_type}, {size}{media.num_bytes} bytes: {media.uri}]"
 
 
 def indented(name: str, text: str) -> Iterator[str]:
