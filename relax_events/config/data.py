@@ -41,9 +41,11 @@ class RowsConfig(Section):
     """Columns that reach the reward function as metadata; without it all that are not prompt, answer or tools."""
     multimodal_keys: dict[Literal["image"], str] = Field(default_factory=dict)
     """Columns that hold media, by modality: `{ image = "images" }`. Each `<image>` in the prompt stands for one, in order. A column holds one
-    or a list: paths, bytes, data URIs, or objects with `bytes` or `path` as Hugging Face datasets have them."""
+    or a list: paths, web addresses, bytes, data URIs, or objects with `bytes` or `path` as Hugging Face datasets have them."""
     media_root: Path | None = None
     """Folder in which the paths in those columns begin, and outside of which nothing is read; without it a row can't name files."""
+    media_hosts: tuple[str, ...] = ()
+    """Hosts whose web addresses those columns may hold; empty means none. Their addresses must be public ones."""
     tools_key: str = ""
     """Column that holds the tools that the chat template shows to the model: a list of JSON schemas."""
     system_prompt: str = ""
@@ -69,8 +71,8 @@ class RowsConfig(Section):
             raise ValueError(f"completion_key, conversation_key, or chosen_key with rejected_key say what is learnt, got {' and '.join(given)}")
         if not self.prompt_key and "chosen_key" not in given:
             raise ValueError("prompt_key must name a column, got ''; it may be empty where chosen_key and rejected_key bring the prompt")
-        if self.media_root is not None and not self.multimodal_keys:
-            raise ValueError(f"media_root = {self.media_root} is of no use without multimodal_keys; name the columns that hold media")
+        if (self.media_root is not None or self.media_hosts) and not self.multimodal_keys:
+            raise ValueError("media_root and media_hosts are of no use without multimodal_keys; name the columns that hold media")
         if self.train_on != "all" and not self.conversation_key:
             raise ValueError(f"train_on = {self.train_on!r} chooses among a conversation's messages; set conversation_key, or leave train_on out")
         return self

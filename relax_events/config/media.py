@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from relax_events.config.base import Positive, Section
+from relax_events.config.base import Positive, Seconds, Section
 
 
 class MediaConfig(Section):
@@ -20,6 +20,8 @@ class MediaConfig(Section):
     """Sides are brought to multiples of so many tokens' width. 0 resizes nothing: pictures must then have such sides already."""
     max_item_bytes: Positive = 20 * 1024**2
     """Of one file; larger ones are refused unread."""
+    fetch_seconds: Seconds = 30.0
+    """For one file by web address, redirects and all."""
     max_image_pixels: Positive = 64 * 1024**2
     """Of one picture as it comes; one that claims more is refused before it is decoded."""
     cache_bytes: Positive = 4 * 1024**3

@@ -13,7 +13,7 @@ from relax_events.data.placeholders import MARKERS, with_places
 from relax_events.data.rows import PromptRow, with_system_prompt
 from relax_events.errors import ConfigError, MediaError
 from relax_events.events.parts import ChatMessage, Modality
-from relax_events.media.items import MediaItem, items_of
+from relax_events.media.items import MediaAccess, MediaItem, items_of
 
 KINDS = {type(None): "null", dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
 
@@ -31,6 +31,7 @@ class ColumnReader:
         self._config, self._section = config, section
         prompt_key = "" if config.conversation_key else config.prompt_key
         learnt_keys = (config.completion_key, config.conversation_key, config.chosen_key, config.rejected_key)
+        self._access = MediaAccess(config.media_root, config.media_hosts)
         self._media_keys = {Modality(name): key for name, key in config.multimodal_keys.items()}
         self._taken = {key for key in (prompt_key, *learnt_keys, config.answer_key, config.tools_key, *self._media_keys.values()) if key}
 
@@ -68,7 +69,7 @@ class ColumnReader:
         values = {modality: self._column(columns, key, "multimodal_keys", place) for modality, key in self._media_keys.items()}
         try:
             return {
-                modality: items_of(value, modality=modality, place=f"{place}: {self._media_keys[modality]}", root=self._config.media_root)
+                modality: items_of(value, modality=modality, place=f"{place}: {self._media_keys[modality]}", access=self._access)
                 for modality, value in values.items()
             }
         except MediaError as error:

@@ -1,4 +1,4 @@
-"""A piece of media as a row of the data names it: a path, a data URI or bytes. Nothing is read before it is asked for."""
+"""A piece of media as a row of the data names it: a path, a web address, a data URI or bytes. Nothing is read before it is asked for."""
 
 from __future__ import annotations
 
@@ -9,10 +9,29 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
+from relax_events.config import MediaConfig
 from relax_events.errors import MediaError
 from relax_events.events.parts import Modality
+from relax_events.media.fetching import WebFetcher
 
 DATA_URI = "data:"
+WEB = ("http://", "https://")
+
+
+@dataclass(frozen=True, slots=True)
+class MediaAccess:
+    """What rows may name besides their own content.
+
+    Attributes:
+        root: Folder in which paths begin, and outside of which nothing is read; None where rows can't name files.
+        hosts: That web addresses may name.
+    """
+
+    root: Path | None = None
+    hosts: tuple[str, ...] = ()
+
+
+NO_ACCESS = MediaAccess()
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,28 +40,31 @@ class MediaItem:
 
     Attributes:
         modality: What it must be.
-        source: The bytes, a data URI, or a path.
+        source: The bytes, a data URI, a web address, or a path.
         place: File, row and column, which also tell it from every other item of a run.
-        root: Folder in which paths begin, and outside of which nothing is read.
+        access: What it may name.
     """
 
     modality: Modality
     source: str | bytes = field(repr=False)
     place: str
-    root: Path | None = None
+    access: MediaAccess = NO_ACCESS
 
-    def read(self, *, max_bytes: int) -> bytes:
+    def read(self, limits: MediaConfig) -> bytes:
         """Return the content.
 
         Args:
-            max_bytes: Larger ones are refused before they are read.
+            limits: Larger ones are refused before they are read, and slower ones given up.
         Raises:
-            MediaError: It is missing, too large, no data URI, or lies outside of the root.
+            MediaError: It is missing, too large, no data URI, or lies where nothing may be read.
         """
+        max_bytes = limits.max_item_bytes
         if isinstance(self.source, bytes):
             return self._bounded(self.source, max_bytes)
         if self.source.startswith(DATA_URI):
             return self._bounded(self._of_data_uri(self.source, max_bytes), max_bytes)
+        if self.source.startswith(WEB):
+            return WebFetcher(self.access.hosts, max_bytes, limits.fetch_seconds).fetch(self.source, place=self.place)
         return self._of_path(self.source, max_bytes)
 
     def _of_data_uri(self, uri: str, max_bytes: int) -> bytes:
@@ -57,17 +79,17 @@ class MediaItem:
             raise MediaError(f"{self.place} is no base64 after {head!r}: {error}", reason="bad_data_uri") from None
 
     def _of_path(self, path: str, max_bytes: int) -> bytes:
-        if self.root is None:
+        if self.access.root is None:
             raise MediaError(f"{self.place} names the file {path!r}, and rows may name none; set media_root beside multimodal_keys", reason="no_root")
         try:
-            root, file = self.root.resolve(), (self.root / path).resolve()
+            root, file = self.access.root.resolve(), (self.access.root / path).resolve()
             if not file.is_relative_to(root):
                 raise MediaError(f"{self.place} names {path!r}, which lies outside of media_root = {root}", reason="outside_root")
             with file.open("rb") as opened:
                 data = opened.read(max_bytes + 1)
         except (OSError, ValueError) as error:  # ValueError: a path with a null byte
             what = getattr(error, "strerror", None) or error
-            raise MediaError(f"{self.place} names {path!r} in {self.root}, which can't be read: {what}", reason="missing") from None
+            raise MediaError(f"{self.place} names {path!r} in {self.access.root}, which can't be read: {what}", reason="missing") from None
         return self._bounded(data, max_bytes)
 
     def _bounded(self, data: bytes, max_bytes: int) -> bytes:
@@ -79,14 +101,14 @@ class MediaItem:
         return MediaError(f"{self.place} must be at most model.media.max_item_bytes = {max_bytes}, got {seen}", reason="too_large")
 
 
-def items_of(value: Any, *, modality: Modality, place: str, root: Path | None) -> list[MediaItem]:
+def items_of(value: Any, *, modality: Modality, place: str, access: MediaAccess = NO_ACCESS) -> list[MediaItem]:
     """Read a column's value: one piece of media, or a list of them, none where it is null.
 
     Raises:
         MediaError: It is something else; the text names it.
     """
     values = value if isinstance(value, list) else [] if value is None else [value]
-    return [MediaItem(modality, _source(one, f"{place}[{index}]"), f"{place}[{index}]", root) for index, one in enumerate(values)]
+    return [MediaItem(modality, _source(one, f"{place}[{index}]"), f"{place}[{index}]", access) for index, one in enumerate(values)]
 
 
 def _source(value: Any, place: str) -> str | bytes:
@@ -94,5 +116,5 @@ def _source(value: Any, place: str) -> str | bytes:
         value = value.get("bytes") or value.get("path")
     if isinstance(value, str | bytes) and value:
         return value
-    rule = "media are paths, data URIs, bytes, or objects with one of the keys bytes and path"
+    rule = "media are paths, web addresses, data URIs, bytes, or objects with one of the keys bytes and path"
     raise MediaError(f"{place} is a {type(value).__name__}; {rule}", reason="wrong_type")

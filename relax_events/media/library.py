@@ -66,7 +66,7 @@ class MediaLibrary:
         """
         if (known := self._admitted.get(item.place)) is not None:
             return known
-        data = item.read(max_bytes=self._bounds.max_item_bytes)
+        data = item.read(self._bounds)
         facts = self._shown(data, item.place).reference
         stored = self._store_of(OWN_ROOT).put(data, suffix=mimetypes.guess_extension(facts.media_type) or "")
         self._admitted[item.place] = reference = replace(facts, uri=stored.uri)
@@ -80,7 +80,7 @@ class MediaLibrary:
         Raises:
             MediaError: As for `admit`.
         """
-        return self._shown(item.read(max_bytes=self._bounds.max_item_bytes), item.place)
+        return self._shown(item.read(self._bounds), item.place)
 
     def _shown(self, data: bytes, place: str) -> ProcessedMedia:
         """Check and process; a file that is cut off fails here, before its row is issued."""

@@ -90,7 +90,7 @@ def test_parquet_brings_pictures_as_hugging_face_writes_them(tmp_path: Path) -> 
     parquet.write_table(table, tmp_path / "rows.parquet")
     source = open_source(DataConfig.model_validate({"source": f"parquet:{tmp_path}/rows.parquet", **KEYS}), seed=0)
     (item,) = source.row(0).media
-    assert item.read(max_bytes=10**6) == content
+    assert item.read(BOUNDS) == content
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_parquet_brings_pictures_as_hugging_face_writes_them(tmp_path: Path) -> 
     [
         ({"multimodal_keys": {"audio": "sounds"}}, "Input should be 'image'"),
         ({"multimodal_keys": {"image": "images"}, "chat_template": False}, "multimodal_keys need a chat template"),
-        ({"media_root": "/pictures"}, "media_root = /pictures is of no use without multimodal_keys"),
+        ({"media_root": "/pictures"}, "media_root and media_hosts are of no use without multimodal_keys"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], text: str) -> None:

@@ -5,20 +5,22 @@ from pathlib import Path
 
 import pytest
 
+from relax_events.config import MediaConfig
 from relax_events.errors import MediaError
 from relax_events.events.parts import Modality
-from relax_events.media.items import MediaItem, items_of
+from relax_events.media.items import MediaAccess, MediaItem, items_of
 
+LIMITS = MediaConfig(max_item_bytes=100)
 CONTENT = b"\x89PNG and so on"
 
 
 def item(source: str | bytes, root: Path | None = None) -> MediaItem:
-    return MediaItem(Modality.IMAGE, source, "rows.jsonl:3: images[0]", root)
+    return MediaItem(Modality.IMAGE, source, "rows.jsonl:3: images[0]", MediaAccess(root))
 
 
 def check_refused(one: MediaItem, reason: str, *, max_bytes: int = 100) -> str:
     with pytest.raises(MediaError) as caught:
-        one.read(max_bytes=max_bytes)
+        one.read(MediaConfig(max_item_bytes=max_bytes))
     assert caught.value.reason == reason
     return str(caught.value)
 
@@ -32,11 +34,11 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_item_reads_bytes_data_uris_and_files_below_the_root(root: Path) -> None:
-    assert item(CONTENT).read(max_bytes=100) == CONTENT
-    assert item("data:image/png;base64," + base64.b64encode(CONTENT).decode()).read(max_bytes=100) == CONTENT
-    assert item("data:,a%20b").read(max_bytes=100) == b"a b"
-    assert item("inner/a.png", root).read(max_bytes=100) == CONTENT
-    assert item(str(root / "inner" / "a.png"), root).read(max_bytes=100) == CONTENT
+    assert item(CONTENT).read(LIMITS) == CONTENT
+    assert item("data:image/png;base64," + base64.b64encode(CONTENT).decode()).read(LIMITS) == CONTENT
+    assert item("data:,a%20b").read(LIMITS) == b"a b"
+    assert item("inner/a.png", root).read(LIMITS) == CONTENT
+    assert item(str(root / "inner" / "a.png"), root).read(LIMITS) == CONTENT
 
 
 @pytest.mark.parametrize("path", ["../secret", "inner/../../secret", "/etc/passwd"])
@@ -73,10 +75,10 @@ def test_item_is_refused_when_it_is_larger_than_allowed(root: Path) -> None:
 
 def test_column_gives_one_item_or_a_list_in_any_of_the_forms_of_datasets() -> None:
     def sources(value: object) -> list[str | bytes]:
-        return [one.source for one in items_of(value, modality=Modality.IMAGE, place="row 1: images", root=None)]
+        return [one.source for one in items_of(value, modality=Modality.IMAGE, place="row 1: images")]
 
     assert sources(None) == []
     assert sources("a.png") == ["a.png"]
     assert sources([{"bytes": b"x", "path": "a.png"}, {"bytes": None, "path": "b.png"}]) == [b"x", "b.png"]
-    with pytest.raises(MediaError, match=r"row 1: images\[1\] is a int; media are paths, data URIs, bytes, or objects"):
+    with pytest.raises(MediaError, match=r"row 1: images\[1\] is a int; media are paths, web addresses, data URIs, bytes, or objects"):
         sources(["a.png", 7])

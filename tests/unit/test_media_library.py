@@ -8,7 +8,7 @@ import pytest
 
 from relax_events.errors import MediaError, ObjectError
 from relax_events.events.parts import MediaRef, Modality
-from relax_events.media.items import MediaItem
+from relax_events.media.items import MediaAccess, MediaItem
 from relax_events.media.library import CACHE_FOLDER, MediaLibrary
 from relax_events.models.tiny import make_tiny
 from relax_events.objects import ObjectStore
@@ -29,7 +29,7 @@ def cached_files(folder: Path) -> list[Path]:
 
 
 def of_path(path: Path) -> MediaItem:
-    return MediaItem(Modality.IMAGE, path.name, f"rows:{path.name}", path.parent)
+    return MediaItem(Modality.IMAGE, path.name, f"rows:{path.name}", MediaAccess(path.parent))
 
 
 def check_fails(library: MediaLibrary, reference: MediaRef, reason: str) -> str:
