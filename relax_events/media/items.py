@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
@@ -41,7 +42,7 @@ class MediaItem:
     Attributes:
         modality: What it must be.
         source: The bytes, a data URI, a web address, or a path.
-        place: File, row and column, which also tell it from every other item of a run.
+        place: File, row and column, for errors.
         access: What it may name.
     """
 
@@ -49,6 +50,12 @@ class MediaItem:
     source: str | bytes = field(repr=False)
     place: str
     access: MediaAccess = NO_ACCESS
+
+    @property
+    def key(self) -> tuple[bytes, Path | None]:
+        """Tells what is named from everything else that may be, in few bytes."""
+        named = self.source if isinstance(self.source, bytes) else self.source.encode(errors="surrogatepass")
+        return sha256(named).digest(), self.access.root
 
     def read(self, limits: MediaConfig) -> bytes:
         """Return the content.

@@ -31,7 +31,7 @@ from relax_events.objects.store import ObjectStore
 MEMORY_BYTES = 256 * 1024**2
 """Processed media that one worker keeps in memory."""
 MAX_REMEMBERED = 4096
-"""References of admitted pieces that are remembered."""
+"""References of admitted pieces that are remembered: a row is looked at when it is judged, and again when it is issued."""
 CACHE_FOLDER = "media-cache"
 OWN_ROOT = ""
 """Stands for the run's own store among those that a reference may lie in."""
@@ -55,7 +55,7 @@ class MediaLibrary:
         self._cache = HostCache(config.run.directory / CACHE_FOLDER, max_bytes=self._bounds.cache_bytes)
         self._stores = {} if store is None else {OWN_ROOT: store}
         self._memory: OrderedDict[str, ProcessedMedia] = OrderedDict()
-        self._admitted: OrderedDict[str, MediaRef] = OrderedDict()
+        self._admitted: OrderedDict[tuple[bytes, Path | None], MediaRef] = OrderedDict()
 
     def admit(self, item: MediaItem) -> MediaRef:
         """Check a piece of media and put it into the store; one that is there already is not sent again.
@@ -64,12 +64,12 @@ class MediaLibrary:
             MediaError: It is missing, hostile, or nothing that the model can be shown; the text names it.
             ObjectError: The store failed.
         """
-        if (known := self._admitted.get(item.place)) is not None:
+        if (known := self._admitted.get(item.key)) is not None:
             return known
         data = item.read(self._bounds)
         facts = self._shown(data, item.place).reference
         stored = self._store_of(OWN_ROOT).put(data, suffix=mimetypes.guess_extension(facts.media_type) or "")
-        self._admitted[item.place] = reference = replace(facts, uri=stored.uri)
+        self._admitted[item.key] = reference = replace(facts, uri=stored.uri)
         if len(self._admitted) > MAX_REMEMBERED:
             self._admitted.popitem(last=False)
         return reference

@@ -56,6 +56,15 @@ def test_row_that_comes_again_is_not_read_again(library: MediaLibrary, tmp_path:
     assert library.admit(of_path(path)) == first
 
 
+def test_places_of_one_name_in_two_datasets_are_told_apart(library: MediaLibrary, tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.png").write_bytes(picture_file(32, 32, seed=len(list(tmp_path.iterdir()))))
+    items = [MediaItem(Modality.IMAGE, "a.png", "rows.jsonl:row 0: images[0]", MediaAccess(tmp_path / folder)) for folder in ("one", "two")]
+    inline = [replace(picture_item(32, 32, seed=seed), place="rows.jsonl:row 0: images[0]") for seed in (7, 8)]
+    assert len({library.admit(item).digest for item in (*items, *inline)}) == 4
+
+
 def test_workers_of_a_machine_fetch_and_process_a_picture_once(library: MediaLibrary, tmp_path: Path) -> None:
     reference = library.admit(picture_item(48, 32))
     pixels = library.processed(reference).pixels
