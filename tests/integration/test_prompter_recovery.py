@@ -1,4 +1,4 @@
-"""A prompter that starts again goes on where the log says: past guests, with rows that were lost, past rows that were passed over."""
+"""A prompter that starts again goes on where the log says: past guests, lost rows, rows that were passed over, and lost pictures."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
 from relax_events.data.judging import judges_of
+from relax_events.data.row_media import stored_messages
 from relax_events.data.sources import open_source
 from relax_events.data.stream import PromptStream
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import ChatMessage, Outcome, TopicOffset
 from relax_events.events.types import PromptGroupIssued
+from relax_events.media.library import MediaLibrary
 from relax_events.policy import end_of
 from relax_events.topics import TopicPlan
+from tests.unit.pictures import picture_file, picture_model
 from workers.opening import open_worker
 from workers.prompter import PrompterLoop
 
@@ -116,13 +119,35 @@ def test_prompts_that_earned_too_much_do_not_come_round_again(
     assert second == [(f"000001-000{seat}-0", 4 + 3 * seat, drops[seat]) for seat in range(3)]
 
 
+def test_row_whose_picture_is_lost_is_not_issued_again_and_a_broken_one_is_passed_over(
+    apply_run: Callable[..., RunConfig], producer: RecordProducer, connection: Connection, tmp_path: Path
+) -> None:
+    for number, content in ((1, picture_file(32, 32)), (2, picture_file(96, 96)[:400]), (3, picture_file(48, 32))):
+        (tmp_path / f"{number}.png").write_bytes(content)
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "<image>", "answer": "", "image": "{number}.png"}}\n' for number in range(4)))
+    data = {"source": f"jsonl:{tmp_path / 'rows.jsonl'}", "multimodal_keys": {"image": "image"}, "media_root": tmp_path}
+    config = apply_run(run={"groups_per_step": 2, "num_steps": 1}, data=data, model={"path": picture_model()})
+    plan = TopicPlan.of(config)
+    written = [issued(f"000000-000{seat}-0", row=seat) for seat in (0, 1)]
+    producer.write(OutRecord(plan.topic("prompt.groups"), CODEC.encode(event), key=event.prompt_group_id, partition=0) for event in written)
+    producer.write([OutRecord(plan.topic("control.policy-versions"), CODEC.encode(published(0)))])
+    ends = [end_of(event.prompt_group_id, Outcome.EXPIRED, policy_version=0, trainer_version=0) for event in written]
+    producer.write([OutRecord(plan.topic("control.group-outcomes"), CODEC.encode(event), partition=0) for event in ends])
+    again = {event.prompt_group_id: event for event in issued_by_prompter(config, connection, num_records=4) if event.attempt}
+    assert {name: event.row for name, event in again.items()} == {"000000-0000-1": 3, "000000-0001-1": 1}
+    assert again["000000-0000-1"].passed_over == {"2": "media_truncated"}
+    widths = {name: event.messages[0].parts[0].media.width for name, event in again.items() if event.messages[0].parts[0].media}
+    assert widths == {"000000-0000-1": 48, "000000-0001-1": 32}
+
+
 def issued_by_prompter(config: RunConfig, connection: Connection, *, num_records: int) -> list[PromptGroupIssued]:
     """Run a prompter until the queue holds so many records, and return what they are."""
     plan = TopicPlan.of(config)
     stream = PromptStream(open_source(config.data, seed=0), seed=0, shuffle=False)
-    judges = judges_of(config.data, renderer=None)
+    messages_of = stored_messages(MediaLibrary(config))
+    judges = judges_of(config.data, renderer=None, messages_of=messages_of)
     with open_worker("prompter", config, index=0, follow=("control.group-outcomes",)) as worker, closing(LogReader(connection)) as reader:
-        thread = threading.Thread(target=PrompterLoop(worker, stream, judges).run)
+        thread = threading.Thread(target=PrompterLoop(worker, stream, judges, messages_of=messages_of).run)
         thread.start()
         reader.assign({(plan.topic("prompt.groups"), partition): 0 for partition in range(plan.queue_partitions)})
         try:
