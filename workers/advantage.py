@@ -72,6 +72,7 @@ class AdvantageLoop:
             topics=[worker.plan.topic(entity) for entity in entities],
             on_revoked=self._give_back,
         )
+        worker.reads(self._consumer)
 
     @property
     def _has_rewards(self) -> bool:

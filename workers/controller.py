@@ -10,11 +10,13 @@ import time
 
 import structlog
 
+from relax_events.broker.backlog import queue_backlog
 from relax_events.config import RunConfig
 from relax_events.control.run_metrics import RunMetrics
 from relax_events.control.run_state import FOLLOWED, RunState, is_silent
 from relax_events.control.topics.purger import Purger
 from relax_events.control.topics.retention import RetentionKeeper
+from relax_events.errors import BrokerError
 from relax_events.events.parts import Command, now_micros
 from relax_events.events.types import Event, RunCommanded
 from relax_events.pipeline.control import ControlFollower
@@ -26,6 +28,7 @@ from workers.opening import open_store, open_worker
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
+QUEUE_SECONDS, QUEUE_RETRY_SECONDS = 5.0, 60.0  # brokers before 4.2 don't know the question, and log that
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -40,7 +43,9 @@ class ControllerLoop:
     def __init__(self, worker: Worker) -> None:
         self._worker, self._config = worker, worker.config
         self._state = RunState()
-        worker.metrics.registry.register(RunMetrics(self._config, self._state))
+        self._metrics = RunMetrics(self._config, self._state)
+        worker.metrics.registry.register(self._metrics)
+        self._look_at_queue_after = 0.0
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._restarted: dict[str, int] = {}
         self._purger = Purger(self._config, worker.connection, open_store(self._config), worker.codec)
@@ -61,6 +66,7 @@ class ControllerLoop:
             self._take()
             self._judge()
             self._look_for_hung()
+            self._look_at_queue()
             for entity, count in self._retention.tend().items():
                 worker.metrics.purged(entity, count)
             worker.tick(working=False)
@@ -127,6 +133,18 @@ class ControllerLoop:
             if is_silent(beat, seconds=self._config.workers.hung_seconds) and self._restarted.get(worker_id) != beat.beat_at:
                 self._restarted[worker_id] = beat.beat_at
                 self._command(Command.RESTART, role=beat.role, worker_id=worker_id, reason=f"no beat for {self._config.workers.hung_seconds:g} s")
+
+    def _look_at_queue(self) -> None:
+        """Ask from time to time how many prompt groups wait; where the broker does not tell, nothing is told."""
+        if self._config.broker.lease != "share_group" or self._config.is_replay or time.monotonic() < self._look_at_queue_after:
+            return
+        self._look_at_queue_after = time.monotonic() + QUEUE_SECONDS
+        try:
+            self._metrics.num_queued = queue_backlog(self._worker.connection, self._worker.plan.consumer_group("rollout"))
+        except BrokerError as error:
+            log.info("queue.unknown", error=str(error))
+            self._metrics.num_queued = None
+            self._look_at_queue_after = time.monotonic() + QUEUE_RETRY_SECONDS
 
     def _command(self, command: Command, *, reason: str, role: str | None = None, worker_id: str | None = None, succeeded: bool = False) -> None:
         event = RunCommanded(command=command, role=role, worker_id=worker_id, reason=reason, succeeded=succeeded)

@@ -89,6 +89,7 @@ class TrainLoop:
         self._config = worker.config
         self._topic = worker.plan.topic("advantage.samples")
         self._reader = LogReader(worker.connection, consumer_group=worker.plan.consumer_group("trainer"))
+        worker.reads(self._reader)
         self._transport: WeightsTransport = StoreTransport(store)
         self._library = MediaLibrary(self._config, store=store)
         self._checkpoints = Checkpoints(store, ranks=ranks, keep=self._config.trainer.keep_checkpoints)

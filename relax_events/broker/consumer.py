@@ -59,7 +59,6 @@ class GroupConsumer(Fetching):
         self._on_assigned, self._on_revoked = on_assigned, on_revoked
         self._consumer_group, self._is_leaving = consumer_group, False
         self._membership = MembershipWatch(connection, consumer_group)
-        self.positions: dict[tuple[str, int], int] = {}
         self._consumer.subscribe(list(topics), on_assign=self._assign, on_revoke=self._revoke, on_lost=self._lose)
 
     def fetch(self, max_records: int = 500, *, timeout_seconds: float) -> list[Record]:
@@ -104,11 +103,6 @@ class GroupConsumer(Fetching):
     def resume(self) -> None:
         """Take records again."""
         self._consumer.resume(self._consumer.assignment())
-
-    def seek(self, topic: str, partition: int, offset: int) -> None:
-        """See `Fetching.seek`."""
-        super().seek(topic, partition, offset)
-        self.positions[topic, partition] = offset
 
     def close(self) -> None:
         """Leave the group and the broker."""
@@ -183,6 +177,12 @@ class LogReader(Fetching):
         if start:
             self.assign(start)
 
+    def fetch(self, max_records: int = 500, *, timeout_seconds: float) -> list[Record]:
+        """See `Fetching.fetch`."""
+        records = super().fetch(max_records, timeout_seconds=timeout_seconds)
+        self.positions |= {(record.topic, record.partition): record.offset + 1 for record in records}
+        return records
+
     def assign(self, start: Mapping[tuple[str, int], int]) -> None:
         """Read these partitions from these offsets; 0 means from the oldest record that is left.
 
@@ -190,6 +190,7 @@ class LogReader(Fetching):
             AccessDenied: A topic is hidden from us: the client would wait for its records for ever and never say so.
         """
         self._behind_damage.clear()
+        self.positions = dict(start)
         for topic in {topic for topic, _ in start} - self._shown:
             self._is_shown(topic)
             self._shown.add(topic)

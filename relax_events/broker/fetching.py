@@ -46,6 +46,19 @@ class Fetching:
         self._timeout_seconds = connection.request_timeout_seconds
         self._ask_seconds = min(HAND_OVER_SECONDS, self._timeout_seconds)
         self._behind_damage: dict[Place, int] = {}
+        self.positions: dict[Place, int] = {}
+
+    def lag(self) -> dict[Place, int]:
+        """Return how many records of each partition were not fetched yet, as of the last answer that the broker gave our client.
+
+        Nothing is asked for it. While more lies fetched ahead than the client takes, the end of the partition is the one of then.
+        """
+        lag = {}
+        for place, position in self.positions.items():
+            low, high = self._consumer.get_watermark_offsets(TopicPartition(*place), cached=True)
+            if high >= 0:  # else no answer has come
+                lag[place] = max(high - max(position, low), 0)
+        return lag
 
     def fetch(self, max_records: int = 500, *, timeout_seconds: float) -> list[Record]:
         """Return records as soon as there is one, with all that lie behind it up to `max_records`; [] at the timeout.
@@ -177,6 +190,7 @@ class Fetching:
             self._consumer.seek(TopicPartition(topic, partition, offset))
         except KafkaException as exception:
             raise translate(error_of(exception), f"seeking {topic}[{partition}]@{offset}") from exception
+        self.positions[topic, partition] = offset
 
     def group_metadata(self) -> Any:
         """Return what a transaction needs to commit this reader's offsets."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -27,6 +28,7 @@ class RunMetrics(Collector):
 
     def __init__(self, config: RunConfig, state: RunState) -> None:
         self._config, self._state = config, state
+        self.num_queued: int | None = None
 
     def collect(self) -> Iterator[Metric]:
         """Give every metric family, from what the state holds now."""
@@ -36,6 +38,7 @@ class RunMetrics(Collector):
         yield from self._newest_step(self._state.steps[-1:])
         yield from self._workers(list(self._state.workers.values()))
         yield from self._evaluations()
+        yield from self._surroundings()
 
     def _standing(self) -> list[tuple[str, str, float]]:
         """Give what is always known: name, text, value."""
@@ -52,6 +55,7 @@ class RunMetrics(Collector):
                 state.failed_in_a_row,
             ),
             ("relax_prompt_groups_failed_bound", "So many failures in a row end the run.", config.run.max_failed_groups),
+            ("relax_train_step_samples", "Samples that a train step takes.", config.run.groups_per_step * config.run.samples_per_prompt),
             ("relax_checkpoint_every_steps", "Train steps between checkpoints.", config.trainer.checkpoint_every),
             ("relax_checkpoint_behind_steps", "Train steps since the newest checkpoint, which recovery would replay.", behind),
         ]
@@ -95,3 +99,14 @@ class RunMetrics(Collector):
             if event.reward_mean is not None:
                 reward.add_metric([dataset], event.reward_mean)
         yield from (version, reward)
+
+    def _surroundings(self) -> Iterator[Metric]:
+        """Give what the controller sees around the run: the queue, as it was told of it last, and the disk."""
+        queued = GaugeMetricFamily("relax_prompt_groups_queued", "Prompt groups on the queue that are not finished, those in work included.")
+        if self.num_queued is not None:
+            queued.add_metric([], self.num_queued)
+        free = GaugeMetricFamily("relax_disk_free_ratio", "Share of the disk that is free where the controller has the run's directory.")
+        if self._config.run.directory.exists():
+            usage = shutil.disk_usage(self._config.run.directory)
+            free.add_metric([], usage.free / usage.total)
+        yield from (queued, free)

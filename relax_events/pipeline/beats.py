@@ -36,17 +36,18 @@ class Beats:
         self._busy_seconds += seconds
         self._last_progress = now_micros()
 
-    def tick(self, state: WorkerState) -> None:
-        """Send a beat if one is due."""
+    def tick(self, state: WorkerState) -> bool:
+        """Send a beat if one is due; return whether it was."""
         now = time.monotonic()
         due = now - self._last_beat >= self._interval
         if not due and (state is self._state or {state, self._state} <= {WorkerState.IDLE, WorkerState.WORKING}):
-            return
+            return False
         self._last_beat, self._state = now, state
         self._send(self._beat())
         self._num_beats += 1
         if self._num_beats % REPORT_EVERY_BEATS == 0:
             self._report(now)
+        return True
 
     @property
     def seconds_since_beat(self) -> float:

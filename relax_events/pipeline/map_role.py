@@ -55,6 +55,7 @@ class MapRole:
         self._consumer = GroupConsumer(
             worker.connection, consumer_group=worker.plan.consumer_group(worker.role), topics=[self._topic], on_revoked=self._give_back
         )
+        worker.reads(self._consumer)
 
     def run(self) -> None:
         """Work until the drain starts; then finish the record batch at hand and leave the group."""

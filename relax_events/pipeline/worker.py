@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol
@@ -45,6 +45,13 @@ class ClaimCheck(Protocol):
         """Return the event with its stored arrays fetched; the same object when there is none."""
 
 
+class Reader(Protocol):
+    """Reads topics, and knows how much of them it has not read."""
+
+    def lag(self) -> Mapping[tuple[str, int], int]:
+        """Return the number of unread records by topic and partition, without asking the broker."""
+
+
 class Worker(AbstractContextManager["Worker"]):
     """One process of a role. Enter it to publish our schemas, follow control and beat; leave it to say goodbye."""
 
@@ -53,6 +60,7 @@ class Worker(AbstractContextManager["Worker"]):
     ) -> None:
         self._claim_check = claim_check
         self.paused = False
+        self._reader: Reader | None = None
         self.role, self.config = role, config
         self.worker_id = f"{role}-{index}"
         configure_logs(config.telemetry, role=role, worker_id=self.worker_id, run_id=config.run.id)
@@ -92,6 +100,10 @@ class Worker(AbstractContextManager["Worker"]):
     def follow(self, *listeners: Listener) -> None:
         """Start following control; a stop, drain or restart that is meant for us starts the drain."""
         self.control.start(self._obey, *listeners)
+
+    def reads(self, reader: Reader) -> None:
+        """Have the lag of the role's input told with every beat, from now on."""
+        self._reader = reader
 
     def outbound(self, entity: str, event: Event, *, key: str = "", partition: int = -1, policy_version: int | None = None) -> OutRecord:
         """Make a record of an event for one of the run's topics. Control records hold everything: they must outlive the object store."""
@@ -186,7 +198,9 @@ class Worker(AbstractContextManager["Worker"]):
         state = WorkerState.DRAINING if self.drain.requested else WorkerState.WORKING if working else WorkerState.IDLE
         self.metrics.policy_version(self.control.policy_version)
         self.metrics.in_flight(self.beats.num_in_flight)
-        self.beats.tick(state)
+        if self.beats.tick(state) and self._reader is not None:
+            lag = {(self.plan.entity(topic), partition): count for (topic, partition), count in self._reader.lag().items()}
+            self.metrics.consumer_lag(lag, shards=self.plan.shards)
 
     def _beat(self, event: WorkerBeat | MetricsReported) -> None:
         entity = "control.heartbeats" if isinstance(event, WorkerBeat) else "control.metrics"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter as Tally
+from collections.abc import Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 SECONDS_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
@@ -37,6 +40,13 @@ class WorkerMetrics:
         self._critic_lag = Gauge(
             "relax_critic_version_lag", "Policy versions that the critic is behind the newest.", ["role"], registry=self.registry
         )
+        self._lag = Gauge(
+            "relax_consumer_lag_records",
+            "Records that a worker's consumer has not read of the partitions that it holds, by slot (policy version mod slots).",
+            ["role", "topic", "slot"],
+            registry=self.registry,
+        )
+        self._lagging: set[tuple[str, str]] = set()
         self._progress = Gauge("relax_last_progress_timestamp_seconds", "When a worker last finished a record.", ["role"], registry=self.registry)
 
     def processed(self, count: int, *, seconds: float) -> None:
@@ -72,6 +82,17 @@ class WorkerMetrics:
     def in_flight(self, count: int) -> None:
         """Say how many records are in work."""
         self._in_flight.labels(self._role).set(count)
+
+    def consumer_lag(self, counts: Mapping[tuple[str, int], int], *, shards: int) -> None:
+        """Say how many records are unread in each partition, named by its topic without the run; partitions that we gave back are left out."""
+        lag: Tally[tuple[str, str]] = Tally()
+        for (topic, partition), count in counts.items():
+            lag[topic, str(partition // shards)] += count
+        for place, count in lag.items():
+            self._lag.labels(self._role, *place).set(count)
+        for place in self._lagging - lag.keys():
+            self._lag.remove(self._role, *place)
+        self._lagging = set(lag)
 
     def policy_version(self, version: int) -> None:
         """Say which version the worker serves or knows."""

@@ -20,6 +20,7 @@ class Rights:
     describes: tuple[str, ...] = ()
     is_member: bool = False
     has_queue: bool = False  # its group says after how many deliveries a record is dropped
+    watches: tuple[str, ...] = ()  # roles whose groups it may ask how far they are
     is_transactional: bool = False
 
 
@@ -49,6 +50,8 @@ ROLE_RIGHTS = {
     "controller": Rights(
         reads=("control.train-steps", "control.group-outcomes", "control.heartbeats", "control.metrics", "control.evaluations"),
         writes=("control.commands",),
+        describes=("prompt.groups",),
+        watches=("rollout",),
     ),
     "metrics": Rights(reads=("control.metrics", "control.train-steps", "control.evaluations")),
 }
@@ -110,6 +113,7 @@ def _of_roles(run_id: str) -> Iterable[Acl]:
             yield Acl(username, "group", prefix + role, "literal", "read")
         if rights.has_queue:
             yield Acl(username, "group", prefix + role, "literal", "describe_configs")
+        yield from (Acl(username, "group", prefix + other, "literal", "describe") for other in rights.watches)
         if rights.is_transactional:
             yield from (Acl(username, "transactional_id", f"{prefix}{role}.", "prefixed", operation) for operation in ("write", "describe"))
 

@@ -16,7 +16,7 @@ from relax_events.broker.consumer import GroupConsumer
 from relax_events.broker.deadline import Deadline
 from relax_events.broker.heartbeats import HeartbeatWatch
 from relax_events.broker.producer import RecordProducer
-from relax_events.broker.records import OutRecord
+from relax_events.broker.records import OutRecord, Record
 from relax_events.errors import ClientFailed
 from relax_events.events.parts import TopicOffset
 
@@ -56,6 +56,25 @@ def test_member_reads_all_records_in_order_when_it_is_alone(
     assert (second.offset, second.key, second.headers, second.policy_version) == (1, "", {}, None)
     assert first.place == f"{topic}[0]@0"
     assert consumer.positions == {(topic, 0): 2}
+    consumer.close()
+
+
+def test_lag_of_a_member_is_what_it_has_not_fetched(
+    connection: Connection, producer: RecordProducer, make_topic: MakeTopic, make_group: MakeGroup
+) -> None:
+    topic = make_topic("work", 2)
+    fill(producer, topic, [b"x"] * 10)
+    fill(producer, topic, [b"x"] * 4, partition=1)
+    consumer = GroupConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
+    assert consumer.lag() == {}
+    taken: list[Record] = []
+    turn_until(lambda: len(taken) >= 3 and len(consumer.lag()) == 2, lambda: taken.extend(consumer.fetch(1, timeout_seconds=0.2)))
+    unread = {(topic, 0): 10, (topic, 1): 4}
+    for record in taken:
+        unread[record.topic, record.partition] -= 1
+    assert consumer.lag() == unread
+    fetch_until(consumer, lambda records: len(taken) + len(records) == 14)
+    assert consumer.lag() == {(topic, 0): 0, (topic, 1): 0}
     consumer.close()
 
 

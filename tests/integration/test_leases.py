@@ -13,6 +13,7 @@ import pytest
 from broker_steps import TIMEOUT_SECONDS, next_line, other_process, turn_until
 
 from relax_events.broker.admin import Admin
+from relax_events.broker.backlog import queue_backlog
 from relax_events.broker.connection import Connection
 from relax_events.broker.leases import GroupLeases, Lease, LeaseSource, ShareLeases, delivery_limit
 from relax_events.broker.producer import RecordProducer
@@ -116,6 +117,27 @@ def test_no_more_records_are_leased_than_there_are_lanes(work: Queue, single: Re
         assert len(take(inbox, 1)) == 1
         with pytest.raises(queue.Empty):
             inbox.get(timeout=0.5)
+
+
+def test_backlog_of_a_share_group_is_what_is_not_done_held_or_not(share_queue: Queue, single: RecordProducer) -> None:
+    def backlog() -> int:
+        return queue_backlog(share_queue.connection, share_queue.group)
+
+    enqueue(single, share_queue.topic, [f"p{index}" for index in range(8)])
+    with share_queue.holder(lanes=2) as (_, inbox):
+        begun: dict[int, Lease] = {}
+        num_done = 0
+        while len(begun) < 2:  # a partition counts once something of it is done
+            (lease,) = take(inbox, 1)
+            begun[lease.record.partition] = lease
+            lease.done()
+            num_done += 1
+        turn_until(lambda: backlog() == 8 - num_done)
+        held = take(inbox, 2)
+        assert backlog() == 8 - num_done
+        for lease in held:
+            lease.done()
+        turn_until(lambda: backlog() == 6 - num_done)
 
 
 def test_held_records_go_to_another_worker_when_the_holder_closes(work: Queue, single: RecordProducer) -> None:

@@ -50,6 +50,24 @@ def test_read_to_end_returns_everything_in_order_when_there_are_several_partitio
     reader.close()
 
 
+def test_lag_counts_from_where_the_reader_was_assigned_or_from_what_is_left(
+    connection: Connection, reader: LogReader, producer: RecordProducer, make_topic: MakeTopic
+) -> None:
+    topic, purged = make_topic("a"), make_topic("b")
+    fill(producer, topic, numbered(10))
+    fill(producer, purged, numbered(10))
+    purge(connection, purged, below=7)
+    reader.assign({(topic, 0): 4, (purged, 0): 0})
+    records = fetch_until(reader, lambda records: len(records) == 9)
+    assert {place: record.offset for record in records for place in [record.topic]} == {topic: 9, purged: 9}
+    assert reader.lag() == {(topic, 0): 0, (purged, 0): 0}
+    reader.assign({(topic, 0): 4})
+    fetch_until(reader, lambda records: len(reader.lag()) == 1)
+    reader.seek(topic, 0, 3)
+    assert reader.lag() == {(topic, 0): 7}
+    reader.close()
+
+
 def test_read_to_end_starts_where_it_is_told(reader: LogReader, producer: RecordProducer, make_topic: MakeTopic) -> None:
     topic = make_topic("a")
     fill(producer, topic, numbered(10))

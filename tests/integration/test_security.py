@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ from broker_steps import turn_until
 from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 
 from relax_events.broker.admin import Admin
+from relax_events.broker.backlog import queue_backlog
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import GroupConsumer, LogReader
 from relax_events.broker.credentials import as_principal
@@ -33,7 +35,7 @@ from relax_events.config import RunConfig
 from relax_events.control.quotas import quota_connection, quota_entities
 from relax_events.control.security import Renewal, admin_connection, apply_security, make_folder, plan_security
 from relax_events.control.topics.applying import apply_topics
-from relax_events.errors import AccessDenied, BrokerRefused, ConfigError, EnvironmentProblem
+from relax_events.errors import AccessDenied, BrokerError, BrokerRefused, BrokerUnavailable, ConfigError, EnvironmentProblem
 from relax_events.topics import TopicPlan
 
 YEAR = timedelta(days=365)
@@ -203,6 +205,19 @@ def test_worker_that_may_not_lease_is_told_so(mine: SecuredRun, leases: Callable
     with pytest.raises(AccessDenied, match="AUTHORIZATION_FAILED"):
         turn_until(never, connection.refusals.check)
     source.close()
+
+
+def test_backlog_of_the_queue_is_told_to_the_controller_and_not_to_a_role_that_has_nothing_to_do_with_it(mine: SecuredRun) -> None:
+    queue = mine.plan.consumer_group("rollout")
+
+    def told() -> bool:
+        with suppress(BrokerUnavailable):  # the broker's first group waits for its topic to be made
+            return queue_backlog(mine.as_("controller"), queue) == 0
+        return False
+
+    turn_until(told)
+    with pytest.raises(BrokerError, match=rf"{queue} .*error 30"):  # GROUP_AUTHORIZATION_FAILED
+        queue_backlog(mine.as_("reward"), queue)
 
 
 def test_member_of_anothers_group_is_refused(mine: SecuredRun) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from event_samples import committed, ended, published
@@ -125,3 +127,15 @@ def test_newest_evaluation_of_each_dataset_is_served(make_run_config: MakeRunCon
     found = served(make_run_config(), evaluated(4, "a", 0.5), evaluated(2, "a", 0.25), evaluated(4, "b", None))
     assert found["relax_evaluation_policy_version"] == {(("dataset", "a"),): 4, (("dataset", "b"),): 4}
     assert found["relax_evaluation_reward_mean"] == {(("dataset", "a"),): 0.5}
+
+
+def test_queue_is_told_once_it_is_known_and_the_disk_where_the_run_has_its_directory(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
+    metrics, registry = RunMetrics(make_run_config(), RunState()), CollectorRegistry()
+    registry.register(metrics)
+    usage = shutil.disk_usage(tmp_path)
+    assert registry.get_sample_value("relax_prompt_groups_queued") is None
+    assert registry.get_sample_value("relax_disk_free_ratio") == pytest.approx(usage.free / usage.total, abs=0.01)
+    metrics.num_queued = 0
+    assert registry.get_sample_value("relax_prompt_groups_queued") == 0
+    elsewhere = RunMetrics(make_run_config(run={"directory": str(tmp_path / "nowhere")}), RunState())
+    assert [family.samples for family in elsewhere.collect() if family.name == "relax_disk_free_ratio"] == [[]]

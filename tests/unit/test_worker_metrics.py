@@ -1,0 +1,33 @@
+"""What a worker says of its input: lag by topic and slot, of the partitions that it holds now."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from relax_events.telemetry.metrics import WorkerMetrics
+
+
+def lag_of(metrics: WorkerMetrics) -> dict[tuple[str, str, str], float]:
+    families = text_string_to_metric_families(metrics.exposition().decode())
+    samples = [sample for family in families for sample in family.samples if sample.name == "relax_consumer_lag_records"]
+    return {(sample.labels["role"], sample.labels["topic"], sample.labels["slot"]): sample.value for sample in samples}
+
+
+def test_lag_is_summed_over_the_shards_of_a_slot() -> None:
+    metrics = WorkerMetrics("advantage")
+    counts = {("rollout.samples", 0): 3, ("rollout.samples", 1): 4, ("rollout.samples", 2): 5, ("reward.scores", 5): 6}
+    metrics.consumer_lag(counts, shards=2)
+    assert lag_of(metrics) == {
+        ("advantage", "rollout.samples", "0"): 7,
+        ("advantage", "rollout.samples", "1"): 5,
+        ("advantage", "reward.scores", "2"): 6,
+    }
+
+
+def test_lag_of_a_slot_whose_partitions_went_to_another_worker_is_not_told_any_more() -> None:
+    metrics = WorkerMetrics("reward")
+    metrics.consumer_lag({("rollout.samples", 0): 3, ("rollout.samples", 1): 4}, shards=1)
+    metrics.consumer_lag({("rollout.samples", 1): 0}, shards=1)
+    assert lag_of(metrics) == {("reward", "rollout.samples", "1"): 0}
+    metrics.consumer_lag({("rollout.samples", 0): 2, ("rollout.samples", 1): 1}, shards=1)
+    assert lag_of(metrics) == {("reward", "rollout.samples", "0"): 2, ("reward", "rollout.samples", "1"): 1}
