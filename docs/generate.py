@@ -176,7 +176,7 @@ def rewards_page() -> str:
 
 def errors_page() -> str:
     """The error tree and its exit codes."""
-    codes = "0 ok, 1 unexpected or goal not reached, 2 usage or configuration, 3 broker unreachable, 4 refused by the broker, 5 schema, 6 a check found something, 7 fenced, 130 interrupted"
+    codes = "0 ok, 1 unexpected or goal not reached, 2 usage or configuration, 3 broker unreachable, 4 refused by the broker, 5 schema, 6 a check found something, 7 fenced, 8 hung and asked to start again, 130 interrupted"
     return f"# Errors and exit codes\n\nExit codes: {codes}.\n\n```\n{(errors.__doc__ or '').strip()}\n```\n"
 
 

@@ -15,16 +15,25 @@ def main() -> None:
     if sys.argv[1:] == [] or (len(sys.argv) == 2 and sys.argv[1] in HELP_FLAGS):
         print(help_text())
         sys.exit(0)
-    import structlog
-
-    from relax_events.cli.app import app
-
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is for data
     try:
-        result = app()
+        result = _called()
     except RelaxError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     sys.exit(result if isinstance(result, int) else 0)
+
+
+def _called() -> object:
+    if sys.argv[1:] == ["health"]:  # asked so often that the parser would be most of its cost
+        from relax_events.cli.health import health
+
+        health()
+        return None
+    import structlog
+
+    from relax_events.cli.app import app
+
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is for data
+    return app()

@@ -8,6 +8,7 @@ COMMANDS = {
     "run": ("relax_events.cli.run:run", "Run everything on this machine, show progress, and end by itself."),
     "doctor": ("relax_events.cli.run:doctor", "Check all that a run needs without starting it."),
     "worker": ("relax_events.cli.run:worker", "Run one worker of a role: what a container, a unit file or a shell starts."),
+    "health": ("relax_events.cli.health:health", "Ask a worker on this machine whether its work loop is alive."),
     "topics": ("relax_events.cli.topics:app", "Plan, check and tend topics: plan, apply, check, describe, lag, tail, purge, reset, export, import."),
     "samples": ("relax_events.cli.samples:app", "Look at what the model wrote and what became of it: tail, show, export."),
     "runs": ("relax_events.cli.runs:app", "Look back at the runs of a cluster, and train from them: list, show, replay, fork, delete."),

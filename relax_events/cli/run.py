@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 
 def run(config: Path, *overrides: str) -> None:
@@ -27,7 +28,7 @@ def run(config: Path, *overrides: str) -> None:
     print(f"{name} {first:.3f} -> {last:.3f} in {report['steps']} steps, {report['wall_seconds']:.0f} s; report: {page}")
 
 
-def worker(role: str, config: Path, *overrides: str, index: int = 0) -> None:
+def worker(role: str, config: Path, *overrides: str, index: int | Literal["host"] = 0) -> None:
     """Run one worker of a role: what a container, a unit file or a shell starts.
 
     Example: relax worker rollout configs/quickstart.toml --index 1
@@ -36,19 +37,20 @@ def worker(role: str, config: Path, *overrides: str, index: int = 0) -> None:
         role: prompter, rollout, reward, reference, actor-forward, critic, teacher, advantage, trainer, evaluator, controller or metrics.
         config: The run file, TOML.
         overrides: section.key=value, laid over the run file.
-        index: Tells workers of one role apart.
+        index: Tells workers of one role apart; `host` takes one from the machine's name, for replicas that are started alike.
     """
     from relax_events.cli.roles import load_role
     from relax_events.config import load_run_config
     from relax_events.control.address import attach, open_admin
     from relax_events.control.orphans import end_with_supervisor
+    from relax_events.control.replicas import index_of_host
 
     settings = load_run_config(config, overrides)
-    start = load_role(role)
+    start, number = load_role(role), index_of_host() if index == "host" else index
     end_with_supervisor(drain_seconds=settings.workers.drain_seconds)
     settings = attach(settings, principal=role)
-    open_admin(settings, name=f"{role}-{index}", timeout_seconds=settings.broker.request_timeout_seconds)  # it may still be starting
-    start(settings, index=index)
+    open_admin(settings, name=f"{role}-{number}", timeout_seconds=settings.broker.request_timeout_seconds)  # it may still be starting
+    start(settings, index=number)
 
 
 def doctor(config: Path, *overrides: str) -> int:

@@ -33,6 +33,7 @@ from relax_events.topics.plan import CONTROL_TOPICS
 
 log = structlog.get_logger()
 ANNOUNCEMENT_SECONDS = 5.0
+RESTART_CODE = 8
 
 
 class ClaimCheck(Protocol):
@@ -98,7 +99,10 @@ class Worker(AbstractContextManager["Worker"]):
         log.info("worker.stopped", num_processed=self.beats.num_processed)
 
     def follow(self, *listeners: Listener) -> None:
-        """Start following control; a stop, drain or restart that is meant for us starts the drain."""
+        """Start following control; a stop or drain that is meant for us starts the drain.
+
+        A restart ends this process at once, as a kill would: whoever started it starts it again.
+        """
         self.control.start(self._obey, *listeners)
 
     def reads(self, reader: Reader) -> None:
@@ -212,7 +216,10 @@ class Worker(AbstractContextManager["Worker"]):
         if event.command in (Command.PAUSE, Command.RESUME):
             self.paused = event.command is Command.PAUSE
         fresh = event.worker_id is None or event.commanded_at > self.beats.started_at
-        if event.command in (Command.STOP, Command.DRAIN, Command.RESTART) and fresh:
+        if event.command is Command.RESTART and fresh:
+            log.warning("worker.killed", reason=event.reason)
+            os._exit(RESTART_CODE)  # our work loop has not beaten for long, so it would not drain either
+        if event.command in (Command.STOP, Command.DRAIN) and fresh:
             log.info("worker.commanded", command=event.command, reason=event.reason)
             self.drain.start()
 

@@ -134,7 +134,9 @@ def test_worker_publishes_its_schemas_and_beats(worker: Worker, connection: Conn
     assert (beat.worker_id, beat.role, beat.num_processed, beat.num_in_flight) == ("reward-3", "reward", 5, 2)
 
 
-def test_worker_drains_when_it_is_meant(worker: Worker, tell: Callable[[str, Event], None]) -> None:
+def test_worker_drains_or_ends_when_it_is_meant(worker: Worker, tell: Callable[[str, Event], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    exits: list[int] = []
+    monkeypatch.setattr("relax_events.pipeline.worker.os._exit", exits.append)
     worker.follow()
     for other in (
         RunCommanded(command=Command.DRAIN, role="trainer", reason="another role"),
@@ -146,6 +148,9 @@ def test_worker_drains_when_it_is_meant(worker: Worker, tell: Callable[[str, Eve
     turn_until(lambda: worker.paused)
     assert not worker.drain.requested
     tell("control.commands", RunCommanded(command=Command.RESTART, role="reward", worker_id="reward-3", reason="hung"))
+    turn_until(lambda: bool(exits))
+    assert (exits, worker.drain.requested) == ([8], False)
+    tell("control.commands", RunCommanded(command=Command.DRAIN, role="reward", worker_id="reward-3", reason="scaled down"))
     assert worker.drain.wait(TIMEOUT_SECONDS)
 
 
