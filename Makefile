@@ -5,7 +5,7 @@ BIN := .venv/bin
 UV := $(BIN)/uv
 INSTALL := $(UV) pip install --compile-bytecode --quiet --python $(BIN)/python --no-deps
 
-.PHONY: help setup quickstart test test-fast faults soak lint lock bench clean
+.PHONY: help setup quickstart test test-fast faults soak lint lock bench stack stack-down stack-faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,7 +48,7 @@ soak: setup ## Break runs at random: make soak MINUTES=60 SEED=1
 	touch $@
 
 lint: .venv/.lint ## Check style, types and import directions
-	$(BIN)/ruff check relax_events workers tests benchmarks
+	$(BIN)/ruff check relax_events workers tests benchmarks stack
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -56,13 +56,25 @@ bench: setup ## Measure, paired, and write docs/benchmarks
 	$(BIN)/python -m benchmarks
 
 COMPILE := uv pip compile --quiet --universal --python-version 3.11 --no-emit-index-url --no-header --generate-hashes
+IMAGE_EXTRAS := --extra media --extra tasks --extra rewards --extra registry --extra security --extra parquet
 lock: ## Resolve the requirements anew
 	$(COMPILE) pyproject.toml requirements/build.in --extra model --extra media --extra tasks --extra rewards --extra registry --extra security --extra test --override requirements/overrides.txt -o requirements/lock.txt
+	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --constraint requirements/lock.txt -o requirements/light.txt
+	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --extra model --constraint requirements/lock.txt --override requirements/overrides.txt -o requirements/cpu.txt
 	$(COMPILE) pyproject.toml requirements/build.in --extra jdk --constraint requirements/lock.txt -o requirements/jdk.txt
 	$(COMPILE) pyproject.toml requirements/build.in --extra lint --constraint requirements/lock.txt -o requirements/lint.txt
 	mkdir -p .relax && sed -n '/^[a-z].*==/{s/ \\$$//;p}' requirements/lock.txt | grep -v ^antlr4 > .relax/constraints.txt # math-verify and hydra-core need different ones
 	$(COMPILE) pyproject.toml --extra bench --constraint .relax/constraints.txt --override requirements/overrides.txt -o requirements/bench.txt
 	$(COMPILE) pyproject.toml --extra bench-trl --constraint .relax/constraints.txt --override requirements/overrides.txt -o requirements/trl.txt
+
+stack: setup ## Bring up the container stack, wait until the run has reached its goal, check its ledger: starts an engine where none runs
+	$(BIN)/python -m stack.run up
+
+stack-down: setup ## Take the stack's containers down; what they wrote stays (make stack-down VOLUMES=--volumes deletes it)
+	$(BIN)/python -m stack.run down $(VOLUMES)
+
+stack-faults: setup ## Break every part of the running stack in turn, and measure how long the run needs to be over it
+	$(BIN)/python -m stack.faults
 
 clean: ## Delete what runs and tests leave; the virtual environment stays
 	rm -rf .relax .pytest_cache .hypothesis .mypy_cache .ruff_cache

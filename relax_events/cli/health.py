@@ -28,7 +28,8 @@ def health(*, port: int = 0, ready: bool = False) -> None:
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=ANSWER_SECONDS) as connection:
             connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
-            status = connection.recv(64).decode("latin-1").split(" ", 2)[1:2]
+            with connection.makefile("r", encoding="latin-1") as answer:  # read to its end, or the worker would log that we hung up
+                status = answer.read().split(" ", 2)[1:2]
     except OSError as error:
         raise CheckFailed(f"{what} does not answer: {error}; the worker still starts, or hangs") from None
     if status != ["200"]:

@@ -1,0 +1,151 @@
+"""The container engine: the one that runs, or one of our own where none does, with a socket, data and process file of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from relax_events.broker.embedded.cache import cache_directory
+from relax_events.broker.embedded.lock import read_lock
+
+ROOT = Path(__file__).parent.parent
+ENGINE = cache_directory(read_lock()).parent / "engine"
+COMPOSE_FILE = ROOT / "compose" / "docker-compose.yml"
+START_SECONDS = 30.0
+COMMAND_SECONDS = 600.0
+PROJECT = "relax"
+
+
+class StackError(Exception):
+    """Something about the engine or the stack that a person can act upon."""
+
+
+@dataclass
+class Engine:
+    """Runs `docker` and compose. `settings` are the environment variables that the compose file knows."""
+
+    host: str = ""
+    settings: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of the commands; images are built by the classic builder, which every engine has."""
+        own = {"DOCKER_HOST": self.host} if self.host else {}
+        return {**os.environ, "DOCKER_BUILDKIT": "0", "COMPOSE_PROJECT_NAME": PROJECT, **own, **self.settings}
+
+    def docker(self, *words: str, seconds: float = COMMAND_SECONDS, check: bool = True) -> str:
+        """Run a docker command and return what it said on stdout.
+
+        Raises:
+            StackError: It failed, or took longer than `seconds`; the text ends with what it said.
+        """
+        return run(["docker", *words], self.environment, seconds=seconds, check=check)
+
+    def compose(self, *words: str, seconds: float = COMMAND_SECONDS, check: bool = True) -> str:
+        """Run a compose command on the stack; see `docker`."""
+        return run([*compose_command(), "--file", str(COMPOSE_FILE), *words], self.environment, seconds=seconds, check=check)
+
+    def relax(self, *words: str, seconds: float = COMMAND_SECONDS, check: bool = True) -> str:
+        """Run a `relax` command in the stack."""
+        return self.compose("run", "--rm", "-T", "relax", *words, seconds=seconds, check=check)
+
+    def answers(self) -> bool:
+        """Tell whether an engine is there."""
+        with suppress(StackError):
+            self.docker("info", "--format", "{{.ServerVersion}}", seconds=10)
+            return True
+        return False
+
+    def has_image(self, name: str) -> bool:
+        """Tell whether an image is here."""
+        with suppress(StackError):
+            self.docker("image", "inspect", "--format", "{{.Id}}", name, seconds=30)
+            return True
+        return False
+
+    def containers(self, service: str) -> list[str]:
+        """Return the ids of a service's containers, those that have ended included."""
+        labels = [
+            f"label=com.docker.compose.project={PROJECT}",
+            f"label=com.docker.compose.service={service}",
+            "label=com.docker.compose.oneoff=False",
+        ]
+        return self.docker("ps", "--all", "--quiet", *(word for label in labels for word in ("--filter", label)), seconds=30).split()
+
+    def logs(self, container: str, *words: str) -> str:
+        """Return what a container has logged."""
+        return run(["docker", "logs", *words, container], self.environment, seconds=60, merged=True)
+
+    def state(self, container: str) -> dict[str, Any]:
+        """Return what the engine says of a container: Status, ExitCode, Pid, Health, ..."""
+        state: dict[str, Any] = json.loads(self.docker("inspect", "--format", "{{json .State}}", container, seconds=30))
+        return state
+
+
+def run(command: Sequence[str], environment: Mapping[str, str], *, seconds: float, check: bool = True, merged: bool = False) -> str:
+    """Run a command and return its stdout, with `merged` its stderr as well.
+
+    Raises:
+        StackError: It is not installed, failed, or took too long.
+    """
+    line = " ".join(command)
+    try:
+        done = subprocess.run(
+            command,
+            env=dict(environment),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if merged else subprocess.PIPE,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise StackError(f"{command[0]} is not installed; Debian's packages are docker.io, docker-compose and debootstrap") from None
+    except subprocess.TimeoutExpired:
+        raise StackError(f"{line}: no end within {seconds:g} s") from None
+    if check and done.returncode:
+        raise StackError(f"{line}: exit code {done.returncode}\n{(done.stderr or done.stdout).strip()[-3000:]}")
+    return done.stdout
+
+
+def compose_command() -> list[str]:
+    """Return the classic docker-compose, or the plugin where there is only that."""
+    return ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
+
+
+def open_engine() -> Engine:
+    """Return an engine that answers, and start one where none does.
+
+    Raises:
+        StackError: There is none, and none can be started; the text says what is missing.
+    """
+    usual, own = Engine(), Engine(host=f"unix://{ENGINE / 'docker.sock'}")
+    found = next((engine for engine in (usual, own) if engine.answers()), None)
+    if found is not None:
+        return found
+    _start_daemon()
+    deadline = time.monotonic() + START_SECONDS
+    while not own.answers():
+        if time.monotonic() > deadline:
+            raise StackError(f"the container engine did not answer within {START_SECONDS:g} s; see {ENGINE / 'log'}")
+        time.sleep(0.2)
+    return own
+
+
+def _start_daemon() -> None:
+    if shutil.which("dockerd") is None:
+        raise StackError("no container engine answers and dockerd is not installed; install docker.io, docker-compose and debootstrap")
+    if os.geteuid():
+        raise StackError("no container engine answers, and only root can start one; start docker, or run this as root")
+    ENGINE.mkdir(parents=True, exist_ok=True)
+    places = ["--data-root", str(ENGINE / "data"), "--exec-root", str(ENGINE / "exec"), "--pidfile", str(ENGINE / "pid")]
+    with (ENGINE / "log").open("ab") as log:
+        subprocess.Popen(["dockerd", *places, "--host", f"unix://{ENGINE / 'docker.sock'}"], stdout=log, stderr=log, start_new_session=True)

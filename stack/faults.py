@@ -1,0 +1,178 @@
+"""Breaks the parts of a running stack one after the other, and measures how long the run needs to be over it: `make stack-faults`.
+
+Over it means that a train step is committed whose prompts were issued after the fault was. At the end the run is given a goal that is near,
+every worker is started again to take it up, and the ledger is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from benchmarks import report
+from relax_events.config import RunConfig, load_run_config
+from stack.engine import PROJECT, ROOT, Engine, StackError, open_engine
+from stack.images import Stopwatch, provide_images
+from stack.run_watch import RunWatch
+
+RUN_FILES = ROOT / ".relax" / "stack"
+RUN_FILE = "configs/faults.toml"
+HELD_SECONDS = 10.0
+"""How long a part is paused or cut off: longer than a session lasts, which is 6 s."""
+BOUND_SECONDS = 180.0
+START_SECONDS = 600.0
+ENDLESS = 1_000_000
+STEPS_LEFT = 50
+NETWORK = f"{PROJECT}_default"
+QUESTION = f"""The quickstart's task in containers, and one fault after the other: a service is killed, frozen for {HELD_SECONDS:g} s, taken off the
+network for {HELD_SECONDS:g} s, or stopped in peace and started again. Seconds from the end of the fault to the first committed train step
+whose prompts were issued after it; what others hold ready is trained meanwhile."""
+WORKERS = ("controller", "metrics", "prompter", "rollout", "reward", "reference", "actor-forward", "advantage", "trainer")
+
+
+@dataclass(frozen=True)
+class Injected:
+    """A fault, and how many seconds after its end the run was over it."""
+
+    service: str
+    fault: str
+    seconds: float
+
+
+def kill(engine: Engine, service: str) -> None:
+    """Kill a service's processes as a crash would: `docker kill` would count as a wish that they stay down."""
+    for container in engine.containers(service):
+        if pid := engine.state(container)["Pid"]:
+            os.kill(pid, signal.SIGKILL)
+
+
+def pause(engine: Engine, service: str) -> None:
+    """Freeze a service for a while."""
+    for container in engine.containers(service):
+        engine.docker("pause", container)
+        time.sleep(HELD_SECONDS)
+        engine.docker("unpause", container)
+
+
+def disconnect(engine: Engine, service: str) -> None:
+    """Take a service off the network for a while."""
+    for container in engine.containers(service):
+        engine.docker("network", "disconnect", NETWORK, container)
+        time.sleep(HELD_SECONDS)
+        engine.docker("network", "connect", "--alias", service, NETWORK, container)
+
+
+def restart(engine: Engine, service: str) -> None:
+    """Stop a service in peace and start it again, as an upgrade does."""
+    engine.compose("restart", service)
+
+
+FAULTS: dict[str, Callable[[Engine, str], None]] = {"kill": kill, "pause": pause, "disconnect": disconnect, "restart": restart}
+
+
+class FaultRun:
+    """A run of the stack that goes on until it is given a goal."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.config = self._write_goal(ENDLESS)
+        engine.settings |= {"RUN_FILE": RUN_FILE, "RUN_FILES": str(RUN_FILES)}
+        self._watch = RunWatch(engine)
+
+    def _write_goal(self, num_steps: int) -> RunConfig:
+        """Write the quickstart's run file with another name and goal, and a rate of learning that knows no end."""
+        text = (ROOT / "configs" / "quickstart.toml").read_text()
+        changes = {'id = "quickstart"': 'id = "faults"', "num_steps = 60": f"num_steps = {num_steps}", 'schedule = "linear"': 'schedule = "constant"'}
+        for old, new in changes.items():
+            text = text.replace(old, new)
+        RUN_FILES.mkdir(parents=True, exist_ok=True)
+        path = RUN_FILES / Path(RUN_FILE).name
+        path.write_text(text)
+        return load_run_config(path)
+
+    @property
+    def num_steps(self) -> int:
+        """Train steps that were committed."""
+        return self._watch.num_steps
+
+    def start(self) -> None:
+        """Bring the stack up, and wait until the run is at work."""
+        self._engine.compose("up", "--detach", "--no-build")
+        self._watch.until(lambda: self._watch.num_steps > 0, seconds=START_SECONDS, what="the first train steps")
+
+    def inject(self, fault: str, service: str) -> Injected:
+        """Inject a fault and wait until the run is over it.
+
+        Raises:
+            StackError: It was not, in time.
+        """
+        FAULTS[fault](self._engine, service)
+        self._watch.look()
+        issued_after = self._watch.num_steps + self.config.run.max_staleness + 1  # steps up to here may have been admitted before
+        seconds = self._watch.until(lambda: self._watch.num_steps > issued_after, seconds=BOUND_SECONDS, what=f"over {fault} of {service}")
+        print(f"{fault:<11}{service:<15}{seconds:6.1f} s", flush=True)
+        return Injected(service, fault, seconds)
+
+    def finish(self) -> str:
+        """Give the run a goal that is near, wait for its end, and return what the ledger says.
+
+        Raises:
+            StackError: It did not end, or the ledger found a broken promise.
+        """
+        self._watch.look()
+        self._write_goal(self._watch.num_steps + STEPS_LEFT)
+        self._engine.compose("restart", *WORKERS)
+        self._watch.until(lambda: self._watch.has_ended, seconds=START_SECONDS, what="the end of the run")
+        return self._engine.relax("ledger", "check", RUN_FILE)
+
+
+def write_report(injected: list[Injected], ledger: str, num_steps: int) -> None:
+    """Write docs/benchmarks/stack-faults.md."""
+    kinds = list(dict.fromkeys(one.fault for one in injected))
+    seconds = {(one.service, one.fault): f"{one.seconds:.1f}" for one in injected}
+    rows = [
+        {"service": service, **{kind: seconds.get((service, kind), "-") for kind in kinds}}
+        for service in dict.fromkeys(one.service for one in injected)
+    ]
+    report.write(
+        "stack-faults",
+        title="Faults in the running stack",
+        question=QUESTION,
+        command="make stack-faults",
+        conclusion=f"{len(injected)} faults in {num_steps} train steps; median {median(one.seconds for one in injected):.1f} s, longest "
+        f"{max(one.seconds for one in injected):.1f} s. The run then went on to its goal, and the ledger is clean.",
+        rows=rows,
+        data={"injected": [vars(one) for one in injected], "ledger": ledger},
+    )
+
+
+def main() -> int:
+    """Inject what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS))
+    parser.add_argument("--services", nargs="+", choices=["kafka", *WORKERS], default=["kafka", *WORKERS])
+    arguments = parser.parse_args()
+    try:
+        engine = open_engine()
+        provide_images(engine, Stopwatch())
+        run = FaultRun(engine)
+        run.start()
+        injected = [run.inject(fault, service) for service in arguments.services for fault in arguments.faults]
+        ledger = run.finish()
+        print(ledger)
+        write_report(injected, ledger, run.num_steps)
+    except StackError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

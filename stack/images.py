@@ -1,0 +1,112 @@
+"""Sees that every image of the stack is here: ours are built, those of others pulled, or built from Debian's packages where they can't be."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+
+from relax_events.broker.embedded.cache import cache_directory
+from relax_events.broker.embedded.download import ensure_jars
+from relax_events.broker.embedded.lock import read_lock
+from stack.engine import COMPOSE_FILE, ROOT, Engine, StackError, run
+
+BASE_IMAGE = os.environ.get("BASE_IMAGE", "debian:bookworm-slim")
+SUITE = "bookworm"
+CA_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
+OURS = {"light": "LIGHT_IMAGE", "cpu": "MODEL_IMAGE"}
+OTHERS = {"kafka": "KAFKA_IMAGE", "prometheus": "PROMETHEUS_IMAGE", "alertmanager": "ALERTMANAGER_IMAGE"}
+BUILD_SECONDS = 1800.0
+PULL_SECONDS = 300.0
+
+
+class Stopwatch:
+    """Seconds by what was done, in order."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, what: str) -> Iterator[None]:
+        """Time a block, and say so."""
+        print(f"{what} ...", flush=True)
+        started = time.monotonic()
+        yield
+        self.seconds[what] = time.monotonic() - started
+
+
+def image_names() -> dict[str, str]:
+    """Return the image of each stand-in and of each of our targets, as the compose file says, by service or target."""
+    services = yaml.safe_load(COMPOSE_FILE.read_text())["services"]
+    named = {target: services["controller" if target == "light" else "trainer"]["image"] for target in OURS}
+    named |= {service: services[service]["image"] for service in OTHERS}
+    return {what: os.environ.get(variable) or default_of(named[what]) for what, variable in (OURS | OTHERS).items()}
+
+
+def default_of(value: str) -> str:
+    """Return what `${NAME:-default}` stands for when nothing is set."""
+    return value.partition(":-")[2].removesuffix("}")
+
+
+def provide_images(engine: Engine, watch: Stopwatch) -> dict[str, str]:
+    """Build or fetch what is missing, and return the images by what they are for; ours are always built, which costs nothing when nothing changed.
+
+    Raises:
+        StackError: An image could neither be pulled nor built.
+    """
+    names = image_names()
+    _provide(engine, BASE_IMAGE, lambda: _make_base(engine), watch)
+    for target in OTHERS:
+        _provide(engine, names[target], lambda target=target: _build_standin(engine, target, names[target]), watch)
+    for target in OURS:
+        with watch.measure(f"build {names[target]}"):
+            _build(engine, ROOT, names[target], file=ROOT / "compose" / "Dockerfile", target=target)
+    return names
+
+
+def _provide(engine: Engine, name: str, make: Callable[[], None], watch: Stopwatch) -> None:
+    if engine.has_image(name):
+        return
+    with watch.measure(f"provide {name}"):
+        try:
+            engine.docker("pull", "--quiet", name, seconds=PULL_SECONDS)
+        except StackError as error:
+            print(f"  {name} can't be pulled, so it is made here: {str(error).splitlines()[-1]}", flush=True)
+            make()
+
+
+def _build(engine: Engine, context: Path, name: str, *, file: Path, target: str) -> None:
+    network = ["--network", "host"]  # packages are fetched as this machine fetches them
+    engine.docker(
+        "build", *network, "--build-arg", f"BASE_IMAGE={BASE_IMAGE}", "--file", str(file), "--target", target, "--tag", name, str(context),
+        seconds=BUILD_SECONDS,
+    )  # fmt: skip
+
+
+def _build_standin(engine: Engine, target: str, name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        context = Path(folder) / "standins"
+        shutil.copytree(ROOT / "compose" / "standins", context)
+        lock = read_lock()
+        jars = context / "jars"
+        jars.mkdir()
+        for jar in ensure_jars(lock, cache_directory(lock)):
+            shutil.copyfile(jar, jars / jar.name)  # readable by all, as those of the cache are not
+        _build(engine, context, name, file=context / "Dockerfile", target=target)
+
+
+def _make_base(engine: Engine) -> None:
+    """Make the base image out of Debian's packages, with the authorities that this machine trusts."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(["debootstrap", "--variant=minbase", "--include=ca-certificates", SUITE, folder], os.environ, seconds=BUILD_SECONDS)
+        if CA_BUNDLE.exists():
+            shutil.copy(CA_BUNDLE, folder + str(CA_BUNDLE))
+        with subprocess.Popen(["tar", "--directory", folder, "--create", "."], stdout=subprocess.PIPE) as archive:
+            subprocess.run(["docker", "import", "-", BASE_IMAGE], env=engine.environment, stdin=archive.stdout, check=True, timeout=BUILD_SECONDS)

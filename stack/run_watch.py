@@ -1,0 +1,68 @@
+"""Follows a run of the stack from outside: by what its containers log and by how they stand, so that it sees through any fault."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+from stack.engine import Engine, StackError
+
+TURN_SECONDS = 0.5
+ONE_SHOTS = ("topics", "model")
+
+
+class RunWatch:
+    """What a run has come to. `look` brings it up to date."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._seen_to = "0"
+        self.rewards: dict[int, float] = {}
+        self.first_step_at = 0.0
+
+    @property
+    def num_steps(self) -> int:
+        """Train steps that were committed."""
+        return max(self.rewards, default=-1) + 1
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the controller has ended the run: nothing else makes it exit with code 0.
+
+        Raises:
+            StackError: What has to be done before the workers start has failed; the text ends with its log.
+        """
+        for service in ONE_SHOTS:
+            for container in self._engine.containers(service):
+                state = self._engine.state(container)
+                if state["Status"] == "exited" and state["ExitCode"]:
+                    raise StackError(f"{service} ended with exit code {state['ExitCode']}:\n{self._engine.logs(container, '--tail', '20')}")
+        states = [self._engine.state(container) for container in self._engine.containers("controller")]
+        return any(state["Status"] == "exited" and state["ExitCode"] == 0 for state in states)
+
+    def look(self) -> None:
+        """Take in the train steps that the trainer has logged since the last look."""
+        for container in self._engine.containers("trainer"):
+            for line in self._engine.logs(container, "--timestamps", "--since", self._seen_to).splitlines():
+                told, _, text = line.partition(" ")
+                self._seen_to = max(self._seen_to, told)
+                event = json.loads(text) if text.startswith("{") else {}
+                if event.get("event") == "train_step.committed":
+                    self.first_step_at = self.first_step_at or time.monotonic()
+                    self.rewards[event["train_step"]] = event["reward_mean"]
+
+    def until(self, condition: Callable[[], bool], *, seconds: float, what: str) -> float:
+        """Look until the condition holds, and return after how many seconds it did.
+
+        Raises:
+            StackError: It did not, in time.
+        """
+        started = time.monotonic()
+        while True:
+            self.look()
+            if condition():
+                return time.monotonic() - started
+            if time.monotonic() - started > seconds:
+                raise StackError(f"{what}: not within {seconds:g} s; {self.num_steps} train steps are committed")
+            time.sleep(TURN_SECONDS)

@@ -1,0 +1,123 @@
+"""The stack's files say what the code says: its services are the roles, its commands parse, and nothing runs with more than it needs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from relax_events.cli.app import app
+from relax_events.config import BrokerConfig, WorkersConfig, load_run_config
+from relax_events.plugins import ROLES
+
+ROOT = Path(__file__).parents[2]
+COMPOSE = ROOT / "compose"
+STACK: dict[str, Any] = yaml.safe_load((COMPOSE / "docker-compose.yml").read_text())
+SERVICES: dict[str, dict[str, Any]] = STACK["services"]
+INSTALLED = {role.name for role in entry_points(group=ROLES) if role.value.startswith("workers.")}
+WORKERS = {name: service for name, service in SERVICES.items() if service.get("command", [""])[0] == "worker"}
+OURS = {name: service for name, service in SERVICES.items() if "build" in service}
+DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")
+LIGHT = "import sys, {modules}\nprint([name for name in ('torch', 'transformers', 'safetensors', 'tokenizers') if name in sys.modules])"
+
+
+def settled(text: str) -> str:
+    """Put in the defaults of the variables."""
+    return DEFAULT.sub(r"\1", text)
+
+
+def test_there_is_a_service_for_every_role_and_no_other() -> None:
+    assert set(WORKERS) == INSTALLED
+    assert all(service["command"][1] == role for role, service in WORKERS.items())
+
+
+def test_services_without_profile_are_those_that_the_quickstart_needs() -> None:
+    needed = load_run_config(ROOT / "configs" / "quickstart.toml", environment={}).roles()
+    assert {role for role, service in WORKERS.items() if "profiles" not in service} == set(needed)
+
+
+@pytest.mark.parametrize("name", [name for name, service in OURS.items() if "command" in service])
+def test_command_is_one_of_ours_on_a_run_file_that_is_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    _, bound, _ = app.parse_args([settled(word) for word in OURS[name]["command"]], print_error=False, exit_on_error=False)
+    assert bound.arguments["config"].is_file()
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_service_is_bounded_and_its_image_can_be_chosen(name: str) -> None:
+    service = SERVICES[name]
+    assert re.fullmatch(r"\$\{[A-Z]+_IMAGE:-[^}]+:[^}]+\}", service["image"])
+    assert "mem_limit" in service
+    assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_containers_of_ours_can_change_nothing_but_their_volume(name: str) -> None:
+    service = OURS[name]
+    assert (service["read_only"], service["cap_drop"], service["security_opt"]) == (True, ["ALL"], ["no-new-privileges:true"])
+    assert service["volumes"] == ["files:/srv/relax/.relax", "${RUN_FILES:-../configs}:/srv/relax/configs:ro"]
+    assert not [key for key in service["environment"] if re.search("PASSWORD|SECRET|KEY", key)]
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_worker_starts_after_topics_and_model_and_again_when_it_dies(name: str) -> None:
+    service = WORKERS[name]
+    done = {"condition": "service_completed_successfully"}
+    assert service["depends_on"] == {"topics": done, "model": done}
+    assert SERVICES["topics"]["depends_on"] == {"kafka": {"condition": "service_healthy"}}
+    assert service["restart"] == "on-failure"
+    assert "healthcheck" not in service  # the image's own
+    assert float(service["stop_grace_period"].removesuffix("s")) > WorkersConfig().drain_seconds
+
+
+def test_image_asks_the_worker_how_it_is_runs_as_nobody_special_and_hands_signals_on() -> None:
+    text = (COMPOSE / "Dockerfile").read_text()
+    stages = re.findall(r"^FROM \S+ AS (\S+)$", text, re.MULTILINE)
+    assert {service["build"]["target"] for service in OURS.values()} == {"light", "cpu"} <= set(stages)
+    assert re.search(r'^USER relax\b.*^ENTRYPOINT \["relax"\]$', text, re.MULTILINE | re.DOTALL)
+    assert re.search(r'^HEALTHCHECK .* CMD \["relax", "health"\]$', text, re.MULTILINE)
+    assert text.count("--require-hashes") == 2
+
+
+def test_roles_of_the_light_image_load_no_model_library() -> None:
+    roles = [role for role, service in WORKERS.items() if service["build"]["target"] == "light"]
+    modules = ", ".join(f"workers.{role}" for role in roles)
+    asked = subprocess.run([sys.executable, "-c", LIGHT.format(modules=modules)], capture_output=True, text=True, timeout=60, check=True)
+    assert (sorted(roles), asked.stdout.strip()) == (["advantage", "controller", "metrics", "prompter", "reward"], "[]")
+
+
+@pytest.mark.parametrize("name", ["light", "cpu"])
+def test_image_has_the_pins_of_the_lock_file(name: str) -> None:
+    def pins(file: str) -> set[str]:
+        return set(re.findall(r"^[a-z0-9-]+==[^ ;\\]+", (ROOT / "requirements" / file).read_text(), re.MULTILINE))
+
+    assert pins(f"{name}.txt") - pins("lock.txt") == set()
+    assert any(pin.startswith("torch==") for pin in pins(f"{name}.txt")) == (name == "cpu")
+
+
+def test_broker_grants_leases_as_long_as_a_run_may_ask_for() -> None:
+    longest_ms = int(SERVICES["kafka"]["environment"]["KAFKA_GROUP_SHARE_MAX_RECORD_LOCK_DURATION_MS"])
+    assert longest_ms >= BrokerConfig().lease_seconds * 1000
+
+
+def test_every_worker_is_scraped_where_it_serves_its_metrics() -> None:
+    jobs = yaml.safe_load((COMPOSE / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    assert [set(found["names"]) for job in jobs for found in job["dns_sd_configs"]] == [set(WORKERS)]
+    assert {found["port"] for job in jobs for found in job["dns_sd_configs"]} == {
+        int(service["environment"]["RELAX_TELEMETRY__METRICS_PORT"]) for service in WORKERS.values()
+    }
+
+
+def test_users_of_an_existing_cluster_have_their_secrets_in_files() -> None:
+    overlay = yaml.safe_load((COMPOSE / "existing-cluster.yml").read_text())
+    assert set(overlay["services"]) == {*WORKERS, "topics", "relax"}
+    mounted = {f"/run/secrets/{name}" for name in overlay["secrets"]}
+    for service in overlay["services"].values():
+        assert {value for key, value in service["environment"].items() if key.endswith("_FILE")} == mounted
+        assert set(service["secrets"]) == set(overlay["secrets"])
