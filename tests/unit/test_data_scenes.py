@@ -1,0 +1,96 @@
+"""Drawn pictures: the same for a seed, and what their answers say; and runs that can't look at them."""
+
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from pydantic import ValidationError
+
+from relax_events.config import DataConfig, RunConfig
+from relax_events.control.requirements import require_model
+from relax_events.data.rows import PromptRow, PromptSource
+from relax_events.data.sources import open_source
+from relax_events.errors import ConfigError
+from tests.unit.pictures import BOUNDS, picture_run
+
+BRIGHT = 150
+"""Above all of the background's noise, below at least one channel of every square."""
+
+
+def scenes(task: str, *, seed: int = 0, **settings: Any) -> PromptSource:
+    return open_source(DataConfig.model_validate({"source": f"scenes:{task}", "size": 60, **settings}), seed=seed)
+
+
+def pixels_of(row: PromptRow) -> np.ndarray:
+    (item,) = row.media
+    return np.asarray(Image.open(BytesIO(item.read(BOUNDS)))).astype(int)
+
+
+def test_picture_is_the_same_for_a_seed_and_another_for_another() -> None:
+    one, again, other = (scenes("colour", seed=seed).row(5) for seed in (1, 1, 2))
+    assert one == again
+    assert not np.array_equal(pixels_of(one), pixels_of(other))
+    assert not np.array_equal(pixels_of(one), pixels_of(scenes("colour", seed=1).row(6)))
+
+
+def test_colour_is_that_of_the_bright_square() -> None:
+    named = {"red": "100", "green": "010", "blue": "001", "yellow": "110", "white": "111", "pink": "101"}
+    answers = set()
+    for row in map(scenes("colour").row, range(60)):
+        square = pixels_of(row)[(pixels_of(row) > BRIGHT).any(axis=2)]
+        assert "".join(str(int(mean > 130)) for mean in square.mean(axis=0)) == named[row.answer]
+        answers.add(row.answer)
+    assert answers == set(named)
+
+
+def test_count_is_the_number_of_bright_squares() -> None:
+    for row in map(scenes("count").row, range(30)):
+        centres = pixels_of(row)[4::8, 4::8]
+        assert ("one", "two", "three", "four")[(centres > BRIGHT).all(axis=2).sum() - 1] == row.answer
+
+
+def test_corner_is_where_it_is_bright() -> None:
+    for row in map(scenes("where").row, range(30)):
+        y, x = np.argwhere((pixels_of(row) > BRIGHT).any(axis=2)).mean(axis=0)
+        assert f"{'top' if y < 16 else 'bottom'} {'left' if x < 16 else 'right'}" == row.answer
+
+
+def test_pictures_have_the_size_that_is_asked_for() -> None:
+    assert pixels_of(scenes("where", options={"pixels": 48}).row(0)).shape == (48, 48, 3)
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "text"),
+    [
+        ("sound", {}, "there are no scenes 'sound'; set data.source = 'scenes:<task>' to one of colour, count, where"),
+        ("colour", {"pixels": 8}, "Input should be greater than or equal to 16"),
+        ("colour", {"size": 8}, "Extra inputs are not permitted"),
+    ],
+)
+def test_scenes_refuse_what_they_do_not_know(task: str, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        scenes(task, options=options)
+
+
+def run_of(folder: Path, family: str, **algorithm: Any) -> RunConfig:
+    tiny = {"path": folder / "none", "tiny": {"family": family}}
+    return picture_run(folder, model=tiny, algorithm=algorithm)
+
+
+def test_run_needs_a_model_that_reads_pictures(tmp_path: Path) -> None:
+    assert require_model(run_of(tmp_path, "qwen3_vl")).endswith("will be made by the run")
+    with pytest.raises(ConfigError, match=r"the data bring media and model.tiny.family = 'qwen3' reads text alone; take a model of one of"):
+        require_model(run_of(tmp_path, "qwen3"))
+
+
+def test_run_with_pictures_has_no_critic(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the critic of algorithm ppo reads text alone"):
+        require_model(run_of(tmp_path, "qwen3_vl", name="ppo"))
+
+
+def test_bounds_of_tokens_must_leave_something(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="image_max_token_num must be at least image_min_token_num = 9, got 8"):
+        picture_run(tmp_path, model={"media": {"image_min_token_num": 9, "image_max_token_num": 8}})
