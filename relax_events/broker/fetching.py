@@ -31,7 +31,13 @@ READER_SETTINGS: dict[str, Any] = {
 LEADER_CHANGE_SECONDS = 0.05
 HAND_OVER_SECONDS = 2.5  # of one request, and of all work in a revoke callback: sessions last 3 s at the least
 BEHIND = {KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNOWN_TOPIC, KafkaError._DESTROY_BROKER}
-TRANSIENT = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._TIMED_OUT, KafkaError._MAX_POLL_EXCEEDED}
+TRANSIENT = {
+    KafkaError._ALL_BROKERS_DOWN,
+    KafkaError._TRANSPORT,
+    KafkaError._TIMED_OUT,
+    KafkaError._MAX_POLL_EXCEEDED,
+    KafkaError._RESOLVE,  # the name of a broker in a container goes with the container, and comes back with it
+}
 CUT_LOG = {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE}
 
 Place = tuple[str, int]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from relax_events.cli.commands import HELP_FLAGS, help_text
@@ -18,7 +19,9 @@ def main() -> None:
     try:
         result = _called()
     except RelaxError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        if sys.argv[1:2] == ["worker"]:  # a client that was left open has kept the interpreter from ever ending, its broker's name being gone
+            os._exit(error.exit_code)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

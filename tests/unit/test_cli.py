@@ -83,6 +83,21 @@ def test_error_becomes_an_exit_code_and_one_text(
     assert capsys.readouterr() == ("", "error: the thing; the remedy\n")
 
 
+def test_worker_that_fails_ends_at_once_whatever_its_clients_still_do(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise BrokerUnavailable("the broker is away")
+
+    def leave(code: int) -> None:
+        raise SystemExit(f"left with {code}")
+
+    monkeypatch.setattr("relax_events.cli.app.app", fail)
+    monkeypatch.setattr("relax_events.cli.os._exit", leave)
+    monkeypatch.setattr(sys, "argv", ["relax", "worker", "reward", "x.toml"])
+    with pytest.raises(SystemExit, match="left with 3"):
+        cli.main()
+    assert capsys.readouterr().err == "error: the broker is away\n"
+
+
 def test_interrupt_ends_with_the_shells_code(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt

@@ -1,0 +1,30 @@
+"""What a reader makes of what its client reports instead of records: some of it mends itself, the rest ends the worker."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from confluent_kafka import KafkaError
+
+from relax_events.broker.connection import Connection
+from relax_events.broker.fetching import Fetching
+from relax_events.errors import AccessDenied, BrokerError
+
+
+def fetched(error: KafkaError) -> list[object]:
+    """Fetch where the client reports one error, of no partition."""
+    report = SimpleNamespace(topic=lambda: None, partition=lambda: -1, offset=lambda: -1001, error=lambda: error)
+    client = SimpleNamespace(poll=lambda seconds: report, consume=lambda count, seconds: [])
+    return list(Fetching(client, Connection("nowhere:1")).fetch(timeout_seconds=0.0))
+
+
+@pytest.mark.parametrize("code", [KafkaError._RESOLVE, KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError._TIMED_OUT])
+def test_broker_that_is_away_is_waited_for_even_when_its_name_has_gone_with_it(code: int) -> None:
+    assert fetched(KafkaError(code, "FindCoordinator response error: Local: Host resolution failure")) == []
+
+
+@pytest.mark.parametrize(("code", "expected"), [(KafkaError.GROUP_AUTHORIZATION_FAILED, AccessDenied), (KafkaError._INVALID_ARG, BrokerError)])
+def test_what_does_not_mend_itself_ends_the_worker(code: int, expected: type[BrokerError]) -> None:
+    with pytest.raises(expected, match="reading the log"):
+        fetched(KafkaError(code, "no"))
