@@ -57,7 +57,7 @@ class GroupConsumer(Fetching):
         )
         super().__init__(Consumer(settings), connection)
         self._on_assigned, self._on_revoked = on_assigned, on_revoked
-        self._consumer_group, self._is_leaving = consumer_group, False
+        self._consumer_group, self._is_leaving, self._is_paused = consumer_group, False, False
         self._membership = MembershipWatch(connection, consumer_group)
         self._consumer.subscribe(list(topics), on_assign=self._assign, on_revoke=self._revoke, on_lost=self._lose)
 
@@ -74,6 +74,7 @@ class GroupConsumer(Fetching):
             self._membership.hear()
         elif self._membership.is_due:
             self._membership.look(self._consumer.memberid(), frozenset(self.positions))
+            self._membership.look_at_unread({} if self._is_paused else self._unread())
         held = [record for record in records if (record.topic, record.partition) in self.positions]
         for record in held:
             self.positions[record.topic, record.partition] = record.offset + 1
@@ -98,11 +99,26 @@ class GroupConsumer(Fetching):
 
     def pause(self) -> None:
         """Keep the membership, take no records."""
+        self._is_paused = True
         self._consumer.pause(self._consumer.assignment())
 
     def resume(self) -> None:
         """Take records again."""
+        self._is_paused = False
         self._consumer.resume(self._consumer.assignment())
+
+    def _unread(self) -> dict[Place, int]:
+        """Ask the broker where records lie behind our positions; nothing is known while it is away."""
+        unread = {}
+        for (topic, partition), position in self.positions.items():
+            try:
+                low, high = self._consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=self._ask_seconds)
+            except KafkaException as exception:
+                log.debug("ends.unknown", error=error_of(exception).name())
+                return {}
+            if high > max(position, low):
+                unread[topic, partition] = position
+        return unread
 
     def close(self) -> None:
         """Leave the group and the broker."""

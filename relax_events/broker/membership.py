@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,6 +27,7 @@ COMING_UP = {14, 15, 16}  # the coordinator loads, or has moved
 NO_GROUP = 69
 ANSWER_SECONDS = 5.0
 LOOK_SECONDS, MAX_MISMATCHES = 6.0, 1
+MAX_UNREAD_LOOKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,8 @@ class MembershipWatch:
 
     def __init__(self, connection: Connection, consumer_group: str) -> None:
         self._connection, self._consumer_group = connection, consumer_group
-        self._num_mismatches = 0
+        self._num_mismatches = self._num_unread_looks = 0
+        self._unread: Mapping[Place, int] = {}
         self.hear()
 
     @property
@@ -56,6 +59,21 @@ class MembershipWatch:
     def hear(self) -> None:
         """Note that records came, or that we have looked."""
         self._looks_at = time.monotonic() + LOOK_SECONDS
+
+    def look_at_unread(self, unread: Mapping[Place, int]) -> None:
+        """Take in at which positions records lie that have not come, although nothing else came.
+
+        Seen with librdkafka 2.16 after a broker in a container was stopped and started: one of eight partitions was fetched no more.
+
+        Raises:
+            ClientFailed: They have lain there since `MAX_UNREAD_LOOKS` looks before.
+        """
+        self._num_unread_looks = self._num_unread_looks + 1 if unread and unread == self._unread else 0
+        self._unread = unread
+        if self._num_unread_looks >= MAX_UNREAD_LOOKS:
+            topic, partition = min(unread)
+            where = f"{topic}[{partition}]@{unread[topic, partition]}"
+            raise ClientFailed(f"this client does not fetch what lies at {where}; the worker must start again to go on")
 
     def look(self, member_id: str, held: frozenset[Place]) -> None:
         """Compare what the client holds with what the coordinator says, where that can be reached.

@@ -222,3 +222,35 @@ def test_member_asks_again_when_the_coordinator_was_too_busy_to_tell_where_to_be
     (place,) = consumer._committed(BusyCoordinator(), [TopicPartition(topic, 0)])
     assert place.offset == 7
     consumer.close()
+
+
+def test_client_that_does_not_fetch_one_of_its_partitions_any_more_is_given_up(
+    connection: Connection, producer: RecordProducer, make_topic: MakeTopic, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relax_events.broker.membership.LOOK_SECONDS", 0.3)
+    topic = make_topic("work", 2)
+    consumer = GroupConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
+    turn_until(lambda: len(consumer.positions) == 2, lambda: consumer.fetch(timeout_seconds=0.1))
+    consumer._consumer.pause([TopicPartition(topic, 1)])  # behind our back, so that the client behaves as one that has lost it
+    fill(producer, topic, [b"comes"])
+    fill(producer, topic, [b"lies"], partition=1)
+    assert [record.value for record in fetch_until(consumer, lambda records: len(records) == 1)] == [b"comes"]
+    with pytest.raises(ClientFailed, match=re.escape(f"does not fetch what lies at {topic}[1]@0")):
+        turn_until(lambda: False, lambda: consumer.fetch(timeout_seconds=0.1))
+    consumer.close()
+
+
+def test_client_that_is_paused_is_not_given_up(
+    connection: Connection, producer: RecordProducer, make_topic: MakeTopic, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relax_events.broker.membership.LOOK_SECONDS", 0.1)
+    topic = make_topic("work")
+    consumer = GroupConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
+    turn_until(lambda: len(consumer.positions) == 1, lambda: consumer.fetch(timeout_seconds=0.1))
+    consumer.pause()
+    fill(producer, topic, [b"waits"])
+    for _ in range(10):
+        assert consumer.fetch(timeout_seconds=0.15) == []
+    consumer.resume()
+    assert [record.value for record in fetch_until(consumer, lambda records: len(records) == 1)] == [b"waits"]
+    consumer.close()

@@ -350,7 +350,7 @@ class MemoryConsumer:
     def resume(self, partitions: list[TopicPartition]) -> None:
         self._paused -= {(one.topic, one.partition) for one in partitions}
 
-    def get_watermark_offsets(self, partition: TopicPartition, timeout: float = 0.0, *, cached: bool = False) -> tuple[int, int]:
+    def get_watermark_offsets(self, partition: TopicPartition, timeout: float = 0.0, cached: bool = False) -> tuple[int, int]:
         with self.process.call():
             return 0, self._kafka.stable_end((partition.topic, partition.partition))
 

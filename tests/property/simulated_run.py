@@ -6,6 +6,7 @@ loop makes once a round. So whoever calls `turn` decides the interleaving, and t
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import traceback
@@ -20,7 +21,7 @@ import structlog
 import torch
 from memory_kafka import Killed, MemoryAdmin, MemoryConsumer, MemoryKafka, MemoryProducer, Process
 
-from relax_events.broker import consumer, producer, transactions
+from relax_events.broker import consumer, membership, producer, transactions
 from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
 from relax_events.control.ledger import Ledger
@@ -173,6 +174,7 @@ class SimulatedRun:
     def _put_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Take the real client's place, and every wait's."""
         structlog.configure(processors=[], logger_factory=structlog.ReturnLoggerFactory())
+        monkeypatch.setattr(membership, "LOOK_SECONDS", math.inf)  # it goes by the wall's clock, which has no say here
         monkeypatch.setattr(consumer, "Consumer", partial(MemoryConsumer, self.kafka))
         monkeypatch.setattr(producer, "Producer", partial(MemoryProducer, self.kafka))
         monkeypatch.setattr(transactions, "Producer", partial(MemoryProducer, self.kafka))
