@@ -16,6 +16,7 @@ RelaxError                      exit with its `exit_code`; the text names the th
 ├── RewardError                 score the sample as failed with a counted reason, go on
 ├── ObjectError                 retry, then treat the record as poison: the referenced object is missing or altered
 ├── WeightsError                keep serving the version at hand, report, try the next publication
+├── EngineFailed                exit 1: the inference server is lost; the leases are free, and the worker that starts next has a new one
 ├── CheckFailed                 exit 6: a check ran and found something
 └── RunFailed                   exit 1: the run ended without reaching its goal
 """
@@ -107,6 +108,10 @@ class ObjectError(RelaxError):
 
 class WeightsError(RelaxError):
     """A weight artifact is incomplete, altered or does not fit the model."""
+
+
+class EngineFailed(RelaxError):
+    """An inference server can't be had any more, or does what nobody told it to."""
 
 
 class CheckFailed(RelaxError):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 import uuid
 from collections.abc import Callable, Generator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from relax_events.config import RunConfig
 
 TESTS = Path(__file__).parent
+SGLANG_PYTHON = TESTS.parent / ".venv-sglang" / "bin" / "python"
 RunConfigFactory = Callable[..., RunConfig]
 BROKER_LOG = pytest.StashKey[Path]()
 NUM_LOG_LINES = 40
@@ -23,8 +26,9 @@ settings.load_profile("relax")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the suite run against a cluster that is there already."""
+    """Let the suite run against a cluster and a server that are there already."""
     parser.addoption("--bootstrap-servers", default="", help="host:port,... of an existing cluster; default: an embedded broker for the session")
+    parser.addoption("--sglang-url", default="", help="of an SGLang server on the engines' tiny model; default: one is started for the session")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,6 +49,16 @@ def bootstrap_servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
     with EmbeddedBroker(tmp_path_factory.mktemp("broker")) as broker:
         request.config.stash[BROKER_LOG] = broker.log_path
         yield broker.bootstrap_servers
+
+
+@pytest.fixture(scope="session")
+def sglang_python() -> str:
+    """Give an interpreter that has SGLang."""
+    if SGLANG_PYTHON.exists():
+        return str(SGLANG_PYTHON)
+    if find_spec("sglang") is None:
+        pytest.skip("SGLang is not installed; run `make sglang`")
+    return sys.executable
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -22,6 +22,7 @@ from relax_events.weights import Weights
 
 VOCAB_SIZE = 272
 """Byte symbols and the tokenizer's special tokens and phrases, at least."""
+MakeEngine = Callable[..., Engine]
 
 
 @cache
@@ -124,8 +125,8 @@ def plain_logprobs(prompt: NDArray[np.int32], completion: NDArray[np.int32], *, 
     return result
 
 
-def other_weights(policy_version: int, *, seed: int = 4) -> tuple[Weights, Path]:
+def other_weights(policy_version: int, *, seed: int = 4, family: str = "qwen3") -> tuple[Weights, Path]:
     """Give the weights of another tiny model of the same shape, and its folder."""
-    path = tiny_model(seed=seed)
+    path = tiny_model(family, seed=seed)
     tensors = {name: parameter.detach().clone() for name, parameter in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
     return Weights(policy_version, tensors, bytes(32)), path

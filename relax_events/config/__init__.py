@@ -5,7 +5,7 @@ from relax_events.config.broker import BrokerConfig, ObjectsConfig
 from relax_events.config.critic import CriticConfig
 from relax_events.config.data import DataConfig, DatasetConfig, RowsConfig
 from relax_events.config.evaluation import EvaluationConfig, EvaluationDatasetConfig
-from relax_events.config.generation import EngineConfig, ModelConfig, SamplingConfig
+from relax_events.config.generation import EngineConfig, ModelConfig, SamplingConfig, SGLangConfig
 from relax_events.config.loading import load_run_config
 from relax_events.config.media import MediaConfig
 from relax_events.config.reward import ChosenReward, RewardConfig
@@ -30,6 +30,7 @@ __all__ = [
     "RowsConfig",
     "RunConfig",
     "RunSection",
+    "SGLangConfig",
     "SamplingConfig",
     "SourceSection",
     "TeacherConfig",

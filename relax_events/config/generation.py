@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from relax_events.config.base import Positive, Section
+from relax_events.config.base import Positive, Seconds, Section
 from relax_events.config.media import MediaConfig
 
 
@@ -58,6 +58,29 @@ class SamplingConfig(Section):
     """Ends a sample with finish reason `length`."""
 
 
+class SGLangConfig(Section):
+    """The server of engine `sglang`."""
+
+    url: str = ""
+    """Of a server that runs already and serves nobody else; empty starts one, which ends with the worker."""
+    python: str = ""
+    """Interpreter with SGLang in it, by which the server is started; empty is this one."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments of the server, as `["--tp-size", "2"]`."""
+    start_seconds: Seconds = 600.0
+    """How long the server may take until it is ready, and to load or hash all weights."""
+    stall_seconds: Seconds = 120.0
+    """A server that gives no token for so long, though it was asked for some, is started again."""
+    stream_interval_tokens: Positive = 16
+    """Tokens that come at a time: what is lost of each sample when the server dies."""
+    weights_directory: Path | None = None
+    """Where policy versions are written for the server to load: a folder that both see. By default in memory (`/dev/shm`) where three
+    models fit, else among temporary files."""
+    unproven_weights: Literal["refuse", "accept"] = "refuse"
+    """What to do with a server whose checksums can't be computed here (on GPUs, of several ranks, of other architectures): not start, or
+    take its word that it has loaded what it was told to."""
+
+
 class EngineConfig(Section):
     """The inference engine of a rollout worker."""
 
@@ -73,3 +96,5 @@ class EngineConfig(Section):
     """CPU threads of the engine; 0 leaves the choice to torch."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling of training rollouts."""
+    sglang: SGLangConfig = SGLangConfig()
+    """Of engine `sglang` alone."""

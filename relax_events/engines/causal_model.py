@@ -19,6 +19,7 @@ from relax_events.errors import ConfigError
 from relax_events.models.causal_lm import attention_kinds, choose_device, load_causal_lm, replace_weights
 from relax_events.models.families import family_of
 from relax_events.models.media_inputs import MediaSequence
+from relax_events.models.media_layout import MediaLayout
 
 
 class CausalModel:
@@ -41,6 +42,11 @@ class CausalModel:
         if self.device.type == "cpu":
             use_padded_experts(self._module)
         self._require_linear_head(path)
+
+    @property
+    def layout(self) -> MediaLayout | None:
+        """How media stand among the tokens; None where the model reads text alone."""
+        return self.family.layout
 
     def prefill(
         self, input_ids: Int[Tensor, "prompts length"], last: Int[Tensor, " prompts"], sequences: Sequence[MediaSequence] = ()

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_events.engines.causal_model import CausalModel
 from relax_events.engines.protocol import GenerationRequest, SampleRequest
 from relax_events.engines.rows import Sample
 from relax_events.errors import PoisonSample
+from relax_events.models.media_layout import MediaLayout
+
+
+class ServedModel(Protocol):
+    """What an engine knows of its model before it runs."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids lie below this."""
+        ...
+
+    @property
+    def layout(self) -> MediaLayout | None:
+        """How media stand among the tokens; None where the engine shows the model text alone."""
+        ...
 
 
 def admitted_samples(
-    request: GenerationRequest, *, first_order: int, taken: Collection[str], model: CausalModel, max_context_tokens: int
+    request: GenerationRequest, *, first_order: int, taken: Collection[str], model: ServedModel, max_context_tokens: int
 ) -> list[Sample]:
     """Turn a request into samples that can run.
 
@@ -49,11 +64,12 @@ def admitted_samples(
     return samples
 
 
-def _media_shift(request: GenerationRequest, model: CausalModel, name: str) -> int:
+def _media_shift(request: GenerationRequest, model: ServedModel, name: str) -> int:
     """Return how far the rotary position behind the prompt is from its length; refuse media that don't fit it."""
-    layout, media = model.family.layout, [piece.reference for piece in request.media]
+    layout, media = model.layout, [piece.reference for piece in request.media]
     if layout is None:
-        raise PoisonSample(f"{name} brings {len(media)} pieces of media, and the model reads text alone; take a model that reads pictures")
+        remedy = "take engine 'transformers' and a model that reads pictures"
+        raise PoisonSample(f"{name} brings {len(media)} pieces of media, and the engine shows its model text alone; {remedy}")
     num_tokens = len(request.prompt_tokens)
     cells = layout.cells(request.prompt_tokens, np.ones(num_tokens, bool), media)
     return int(layout.positions(num_tokens, cells, media).max()) + 1 - num_tokens

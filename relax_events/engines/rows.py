@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -161,7 +161,7 @@ class RowTable:
         sample, count = self.samples[row], int(self._counts[row])
         sample.tokens, sample.logprobs = self._tokens[row, :count].copy(), self._logprobs[row, :count].copy()
         sample.top_tokens = self._top_tokens[row, :count, : sample.top_tokens.shape[1]].copy()
-        sample.segments = _joined(sample.segments, sample.marks, count)
+        sample.segments = joined_segments(sample.segments, _runs(sample.marks, count))
         return sample
 
     def _arrays(self) -> tuple[NDArray[np.generic], ...]:
@@ -180,13 +180,19 @@ class RowTable:
             self._top_tokens = wider
 
 
-def _joined(segments: tuple[VersionSegment, ...], marks: list[tuple[int, int, bool]], count: int) -> tuple[VersionSegment, ...]:
-    """Append what was generated between marks; neighbours of one kind become one, empty ones vanish."""
+def joined_segments(segments: tuple[VersionSegment, ...], more: Iterable[VersionSegment]) -> tuple[VersionSegment, ...]:
+    """Append further runs of tokens; neighbours of one kind become one, empty ones vanish."""
     joined = list(segments)
-    ends = [start for start, _, _ in marks[1:]] + [count]
-    for (start, version, kept_cache), end in zip(marks, ends, strict=True):
-        if joined and (joined[-1].policy_version, joined[-1].kept_cache) == (version, kept_cache):
-            joined[-1] = VersionSegment(version, joined[-1].num_tokens + end - start, kept_cache)
-        elif end > start:
-            joined.append(VersionSegment(version, end - start, kept_cache))
+    for run in more:
+        last = joined[-1] if joined else None
+        if last and (last.policy_version, last.kept_cache) == (run.policy_version, run.kept_cache):
+            joined[-1] = VersionSegment(run.policy_version, last.num_tokens + run.num_tokens, run.kept_cache)
+        elif run.num_tokens:
+            joined.append(run)
     return tuple(joined)
+
+
+def _runs(marks: list[tuple[int, int, bool]], count: int) -> Iterator[VersionSegment]:
+    """Give what was generated between marks."""
+    ends = [start for start, _, _ in marks[1:]] + [count]
+    return (VersionSegment(version, end - start, kept_cache) for (start, version, kept_cache), end in zip(marks, ends, strict=True))

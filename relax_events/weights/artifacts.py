@@ -29,7 +29,7 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> bytes:
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name}\0{_dtype_name(tensor)}\0{list(tensor.shape)}\0".encode())
-        digest.update(_raw_bytes(tensor))
+        digest.update(raw_bytes(tensor))
     return digest.digest()
 
 
@@ -52,7 +52,7 @@ def write_weights(
     digest = weights_digest(tensors)
     files: list[ObjectRef] = []
     entries: list[TensorEntry] = []
-    for names in _file_shares(tensors, max_file_bytes=max_file_bytes):
+    for names in file_shares(tensors, max_file_bytes=max_file_bytes):
         entries += [TensorEntry(name, _dtype_name(tensors[name]), tuple(tensors[name].shape), len(files)) for name in names]
         data = safetensors.torch.save({name: _plain(tensors[name]) for name in names})
         files.append(store.put_at(f"{_folder(policy_version)}{sha256(data).hexdigest()[:16]}.safetensors", data))
@@ -85,7 +85,7 @@ def _folder(policy_version: int) -> str:
     return f"{PREFIX}{policy_version:08d}/"
 
 
-def _file_shares(tensors: Mapping[str, Tensor], *, max_file_bytes: int) -> Iterable[list[str]]:
+def file_shares(tensors: Mapping[str, Tensor], *, max_file_bytes: int) -> Iterable[list[str]]:
     """Split the names, in order, into files; a tensor above the limit gets a file of its own."""
     share: list[str] = []
     num_bytes = 0
@@ -108,5 +108,6 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _raw_bytes(tensor: Tensor) -> memoryview:
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """Give a tensor's values as they lie in memory, row after row."""
     return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data

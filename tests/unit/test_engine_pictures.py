@@ -125,7 +125,7 @@ def test_engine_refuses_pictures_that_the_prompt_has_no_room_for(library: MediaL
 def test_engine_of_a_text_model_refuses_pictures(library: MediaLibrary) -> None:
     text = make_request(1)
     media = shown(library, (32, 32))
-    with pytest.raises(PoisonSample, match="prompt group g1 brings 1 pieces of media, and the model reads text alone"):
+    with pytest.raises(PoisonSample, match="prompt group g1 brings 1 pieces of media, and the engine shows its model text alone"):
         make_engine().submit(GenerationRequest(**{name: getattr(text, name) for name in text.__slots__ if name != "media"}, media=media))
 
 

@@ -1,4 +1,4 @@
-"""The engine `transformers`: what comes out, when, under which version, and what is refused."""
+"""The engine `transformers`: what is its own, to the bit and to the step. What every engine does is in `tests/engines`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,6 @@ from engine_requests import (
     bits,
     continued,
     finish,
-    fresh_sample,
     make_engine,
     make_prompt,
     make_request,
@@ -22,7 +21,7 @@ from engine_requests import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM, CohereConfig, MistralConfig
 
-from relax_events.engines.protocol import Engine, GenerationRequest, SampleRequest
+from relax_events.engines.protocol import Engine
 from relax_events.errors import ConfigError, PoisonSample, WeightsError
 from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.weights import Weights
@@ -46,14 +45,6 @@ def test_logprobs_agree_with_one_whole_forward(family: str, attention: str) -> N
             np.testing.assert_allclose(generated.logprobs, expected, atol=2e-5)
 
 
-def test_logprobs_are_tempered_and_not_renormalised() -> None:
-    engine = make_engine()
-    request = make_request(1, temperature=0.7, top_k=5, top_p=0.8)
-    engine.submit(request)
-    for sample in finish(engine).values():
-        np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens, temperature=0.7), atol=2e-5)
-
-
 def test_top_k_of_one_takes_the_likeliest_token() -> None:
     engine = make_engine()
     request = make_request(1, num_samples=1, top_k=1, max_new_tokens=1)
@@ -61,52 +52,6 @@ def test_top_k_of_one_takes_the_likeliest_token() -> None:
     (sample,) = finish(engine).values()
     likeliest = max(range(256), key=lambda token: plain_logprobs(request.prompt_tokens, np.array([token], np.int32))[0])
     assert sample.tokens.tolist() == [likeliest]
-
-
-def test_sample_ends_after_its_stop_token_and_keeps_it() -> None:
-    engine = make_engine()
-    engine.submit(make_request(1, num_samples=1, max_new_tokens=12))
-    (whole,) = finish(engine).values()
-    stop = int(whole.tokens[5])
-    engine.submit(make_request(1, num_samples=1, max_new_tokens=12, stops=(300, stop)))
-    (sample,) = finish(engine).values()
-    end = whole.tokens.tolist().index(stop) + 1
-    assert sample.finish_reason is FinishReason.STOP
-    assert sample.tokens.tolist() == whole.tokens[:end].tolist()
-    assert (whole.finish_reason, sample.error) == (FinishReason.LENGTH, "")
-
-
-def test_sample_ends_where_the_context_is_full() -> None:
-    engine = make_engine(max_context_tokens=20)
-    engine.submit(make_request(1, prompt=make_prompt(1, 19), max_new_tokens=100))
-    engine.submit(make_request(2, prompt=make_prompt(2, 4), max_new_tokens=100))
-    samples = finish(engine)
-    assert [len(samples[name].tokens) for name in ("g1/0", "g2/1")] == [1, 16]
-    assert {sample.finish_reason for sample in samples.values()} == {FinishReason.LENGTH}
-
-
-def test_samples_beyond_the_rows_wait_their_turn() -> None:
-    engine = make_engine(max_running_samples=3)
-    for number in range(4):
-        engine.submit(make_request(number, num_samples=5))
-    assert engine.num_running == 20
-    samples = finish(engine)
-    assert len(samples) == 20
-    assert engine.num_running == 0
-
-
-def test_poll_gives_nothing_at_once_when_nothing_runs() -> None:
-    assert make_engine().poll(timeout_seconds=3600.0) == []
-
-
-def test_segments_carry_the_version_of_every_token() -> None:
-    engine = make_engine()
-    engine.submit(make_request(1))
-    assert all(sample.segments == (VersionSegment(0, 6),) for sample in finish(engine).values())
-    engine.load_weights(other_weights(7)[0])
-    engine.submit(make_request(1))
-    assert engine.policy_version == 7
-    assert all(sample.segments == (VersionSegment(7, 6),) for sample in finish(engine).values())
 
 
 def test_restart_computes_running_samples_again_under_the_new_weights() -> None:
@@ -262,18 +207,6 @@ def test_abort_of_others_leaves_the_bits_alone() -> None:
         assert bits(sample) == bits(alone[name])
 
 
-def test_continued_sample_with_nothing_left_comes_back_as_it_is() -> None:
-    engine = make_engine()
-    request = make_request(1, num_samples=1)
-    engine.submit(request)
-    (whole,) = finish(engine).values()
-    engine.submit(continued(request, [whole]))
-    assert engine.num_running == 0
-    (again,) = engine.poll(timeout_seconds=0.0)
-    assert bits(again) == bits(whole)
-    assert again.finish_reason is FinishReason.LENGTH
-
-
 def test_sleep_frees_the_cache_and_wake_goes_on() -> None:
     engine = make_engine()
     request = make_request(1, max_new_tokens=12)
@@ -289,14 +222,6 @@ def test_sleep_frees_the_cache_and_wake_goes_on() -> None:
     engine.wake()
     samples = finish(engine)
     assert {name: sample.tokens.tolist() for name, sample in samples.items()} == {name: sample.tokens.tolist() for name, sample in whole.items()}
-
-
-def test_load_weights_wakes_the_engine() -> None:
-    engine = make_engine()
-    engine.submit(make_request(1))
-    engine.sleep()
-    engine.load_weights(other_weights(1)[0])
-    assert {sample.segments for sample in finish(engine).values()} == {(VersionSegment(1, 6),)}
 
 
 def test_cache_follows_the_longest_running_sample() -> None:
@@ -346,51 +271,6 @@ def test_row_that_held_odd_numbers_serves_the_next_sample_cleanly() -> None:
     assert {name: bits(sample) for name, sample in samples.items()} == {name: bits(sample) for name, sample in expected.items()}
 
 
-@pytest.mark.parametrize(
-    ("prompt", "text"),
-    [
-        ([], "the prompt is empty"),
-        ([1, 2, 100_000], "token id 100000, and the vocabulary has ids 0 to"),
-        ([1, -1], "token id -1"),
-        ([1] * 128, "the prompt has 128 tokens and must leave room for one more"),
-    ],
-)
-def test_prompt_that_can_not_be_generated_is_refused(prompt: list[int], text: str) -> None:
-    engine = make_engine()
-    with pytest.raises(PoisonSample, match=text):
-        engine.submit(make_request(1, prompt=np.array(prompt, np.int32)))
-    assert engine.num_running == 0
-
-
-def test_sample_that_can_not_be_generated_is_refused_with_its_group() -> None:
-    engine = make_engine()
-
-    def request(sample_id: str, seed: int, tokens: list[int], num_logprobs: int) -> GenerationRequest:
-        segments = (VersionSegment(0, len(tokens)),) if tokens else ()
-        prefix, logprobs = np.array(tokens, np.int32), np.zeros(num_logprobs, np.float32)
-        odd = SampleRequest(sample_id=sample_id, seed=seed, tokens=prefix, logprobs=logprobs, segments=segments)
-        return replace(make_request(1, max_new_tokens=4), samples=(fresh_sample("b", 2), odd))
-
-    for text, odd in {
-        "sample b is running already": request("b", 1, [], 0),
-        "seed must be from 0": request("c", -1, [], 0),
-        "must be equally many, got 2, 1 and 2": request("c", 1, [1, 2], 1),
-        "the prefix has 5 tokens and may have 4": request("c", 1, [1] * 5, 5),
-        "prefix has token id 5000": request("c", 1, [5000], 1),
-    }.items():
-        with pytest.raises(PoisonSample, match=text):
-            engine.submit(odd)
-    assert engine.num_running == 0
-
-
-def test_sample_that_runs_already_is_refused() -> None:
-    engine = make_engine()
-    engine.submit(make_request(1))
-    with pytest.raises(PoisonSample, match="g1/0 is running already"):
-        engine.submit(make_request(1))
-    assert len(finish(engine)) == 2
-
-
 def test_missing_model_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no config\.json"):
         make_engine(tmp_path / "nothing")
@@ -438,12 +318,3 @@ def test_engine_satisfies_the_protocol() -> None:
     engine.submit(make_request(1))
     engine.close()
     assert engine.num_running == 0
-
-
-def test_engine_returns_after_a_step_when_interrupted() -> None:
-    engine = make_engine()
-    engine.submit(make_request(1, max_new_tokens=100))
-    engine.interrupt()
-    assert engine.poll(timeout_seconds=60.0) == []
-    assert engine.num_running == 2
-    assert len(finish(engine)) == 2

@@ -1,0 +1,139 @@
+"""Weights as a server reads them: names and shapes of a model's folder, and a folder of the same form for every further policy version."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from relax_events.errors import ConfigError, WeightsError
+from relax_events.models.media_layout import MediaLayout
+from relax_events.weights.artifacts import file_shares
+
+FUSED_EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)$")
+"""All experts of a layer in one tensor, as transformers keeps them; a checkpoint has them one by one."""
+HEADER_LENGTH_BYTES = 8
+MAX_FILE_BYTES = 1024**3
+REMEDY = "publish weights of the model in model.path"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A model's folder, as far as it is known without loading it.
+
+    Attributes:
+        path: Hugging Face layout.
+        shapes: Of every tensor, by its name in the folder.
+        vocab_size: Token ids lie below this.
+        max_context_tokens: That the model was made for.
+        has_tied_head: Whether the output layer has no weights of its own.
+    """
+
+    path: Path
+    shapes: Mapping[str, tuple[int, ...]]
+    vocab_size: int
+    max_context_tokens: int
+    has_tied_head: bool
+
+    @property
+    def layout(self) -> MediaLayout | None:
+        """Return None: servers are sent text alone as yet."""
+        return None
+
+    @classmethod
+    def read(cls, path: Path) -> ModelFolder:
+        """Read what the folder says of itself.
+
+        Raises:
+            ConfigError: It is missing, or holds no language model in safetensors.
+        """
+        try:
+            config = orjson.loads((path / "config.json").read_bytes())
+        except (OSError, ValueError) as error:
+            remedy = "give a folder in Hugging Face layout, or have `relax models prepare` make one"
+            raise ConfigError(f"model.path = {path} holds no config.json that can be read ({error}); {remedy}") from error
+        text = config.get("text_config", config)
+        shapes = {name: shape for file in sorted(path.glob("*.safetensors")) for name, shape in _header(file)}
+        if not shapes or "vocab_size" not in text:
+            raise ConfigError(f"model.path = {path} holds no language model in *.safetensors; engine 'sglang' reads no other form")
+        is_tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
+        return cls(path, shapes, text["vocab_size"], text.get("max_position_embeddings", 0), is_tied)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Load the folder's own weights."""
+        return {name: tensor for file in sorted(self.path.glob("*.safetensors")) for name, tensor in safetensors.torch.load_file(file).items()}
+
+    def fitted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Give other weights of this model under the names that its folder has.
+
+        A server takes names that it doesn't know and does without those that are missing, and a wrong shape can end it: so all
+        three are found out here.
+
+        Args:
+            tensors: By Hugging Face name, experts in one tensor or one by one.
+        Raises:
+            WeightsError: A tensor is missing, unknown or of another shape; the text names it.
+        """
+        given = {name: part for whole, tensor in tensors.items() for name, part in _single(whole, tensor)}
+        if self.has_tied_head and "lm_head.weight" not in self.shapes:
+            given.pop("lm_head.weight", None)
+        if unknown := sorted(given.keys() - self.shapes.keys()):
+            raise WeightsError(f"the model has no tensor {unknown[0]} ({len(unknown)} unknown in all); {REMEDY}")
+        if missing := sorted(self.shapes.keys() - given.keys()):
+            raise WeightsError(f"the weights lack {missing[0]} ({len(missing)} missing in all); {REMEDY}")
+        for name, tensor in given.items():
+            if tuple(tensor.shape) != self.shapes[name]:
+                raise WeightsError(f"{name} must be {self.shapes[name]} as in the model, got {tuple(tensor.shape)}")
+        return given
+
+    def write_version(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
+        """Write a folder that a server can load these weights from, or be started on, and return it.
+
+        Args:
+            tensors: As `fitted` gives them.
+            folder: Is made; must not be there.
+        Raises:
+            WeightsError: There is no room, or no right to write.
+        """
+        try:
+            folder.mkdir(parents=True)
+            for file in self.path.iterdir():
+                if ".safetensors" not in file.name:
+                    (folder / file.name).symlink_to(file.resolve())
+            for number, names in enumerate(file_shares(tensors, max_file_bytes=MAX_FILE_BYTES)):
+                own = {name: tensors[name].clone(memory_format=torch.contiguous_format) for name in names}
+                safetensors.torch.save_file(own, folder / f"model-{number:05}.safetensors")
+        except (OSError, safetensors.SafetensorError) as error:
+            remedy = "make room, or set engine.sglang.weights_directory"
+            raise WeightsError(f"weights can't be written to {folder} for the server: {error}; {remedy}") from error
+        return folder
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Name the first tensor with a value that is no finite number; a server that computes with one dies of it."""
+    return next((name for name, tensor in tensors.items() if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())), None)
+
+
+def _single(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Give the tensors of a checkpoint that one of transformers' holds."""
+    if (found := FUSED_EXPERTS.match(name)) is None or tensor.ndim != 3:
+        yield name, tensor
+        return
+    for expert, matrix in enumerate(tensor):
+        parts = zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True) if found[2] == "gate_up_proj" else [("down_proj", matrix)]
+        yield from ((f"{found[1]}.{expert}.{part}.weight", values) for part, values in parts)
+
+
+def _header(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Read names and shapes off the begin of a safetensors file."""
+    with file.open("rb") as data:
+        num_bytes = int.from_bytes(data.read(HEADER_LENGTH_BYTES), "little")
+        header: dict[str, Any] = orjson.loads(data.read(num_bytes))
+    return ((name, tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__")

@@ -1,0 +1,178 @@
+"""Speaks to an SGLang server over HTTP, each call within a deadline. What SGLang's API is like is known here alone."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from relax_events.config import SamplingConfig
+from relax_events.errors import ConfigError, EnvironmentProblem
+
+SUPPORTED = ("0.5.23",)
+"""Versions whose behaviour is measured; others change the API within the month, begin and end of weight updates among it."""
+CONNECT_SECONDS = 10.0
+CONTROL_SECONDS = 30.0
+"""Of a call that touches no weights."""
+END_OF_STREAM = b"[DONE]"
+PauseMode = Literal["retract", "in_place"]
+
+
+class ServerRefused(Exception):
+    """The server answered no; the text says what to what."""
+
+
+class ServerGone(Exception):
+    """The server did not answer within the deadline, or broke off."""
+
+
+class SGLangClient:
+    """The calls that the engine needs. Used within one event loop."""
+
+    def __init__(self, url: str, *, weights_seconds: float) -> None:
+        """Connect when first needed.
+
+        Args:
+            url: Of the server, without a path.
+            weights_seconds: Deadline of a call that loads or hashes all weights.
+        Raises:
+            EnvironmentProblem: The HTTP client is not installed.
+        """
+        try:
+            import httpx2
+        except ImportError as error:
+            raise EnvironmentProblem(f"engine 'sglang' needs httpx2 ({error}); install relax-events[sglang]") from None
+        self._http = httpx2
+        self.url = url.rstrip("/")
+        self._weights_seconds = weights_seconds
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        self._client = httpx2.AsyncClient(base_url=self.url, limits=limits, timeout=CONTROL_SECONDS, trust_env=False)
+
+    async def close(self) -> None:
+        """Break off what is under way."""
+        await self._client.aclose()
+
+    async def is_ready(self) -> bool:
+        """Tell whether the server takes requests."""
+        try:
+            response = await self._client.get("/ready", timeout=CONNECT_SECONDS)
+        except self._http.RequestError:
+            return False
+        return bool(response.status_code == 200)
+
+    async def require_supported(self) -> None:
+        """Refuse a server whose API is another, or that answers in another form.
+
+        Raises:
+            ConfigError: The text names what it is and what to do.
+            ServerGone, ServerRefused: It could not be asked.
+        """
+        info = await self._call("GET", "/server_info")
+        if (version := info.get("version")) not in SUPPORTED:
+            remedy = f"install sglang=={SUPPORTED[-1]} where the server runs"
+            raise ConfigError(f"engine 'sglang' works with SGLang {', '.join(SUPPORTED)}, and {self.url} is {version}; {remedy}")
+        if not info.get("incremental_streaming_output"):
+            raise ConfigError(f"the SGLang server at {self.url} repeats all tokens with each event; start it with --incremental-streaming-output")
+
+    async def generate(
+        self, prompts: Sequence[dict[str, Any]], *, sampling: SamplingConfig, extra_key: str, num_top: int
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Generate for several prompts; give what comes for each, as it comes.
+
+        Args:
+            prompts: `rid`, `input_ids`, `max_new_tokens` and `stop_token_ids` of each.
+            sampling: How tokens are drawn.
+            extra_key: Prompts with another one share no cache with these.
+            num_top: How many most probable tokens are wanted with each.
+        Raises:
+            ServerRefused: The server does not take the request.
+            ServerGone: It broke off.
+        """
+        drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1, "skip_special_tokens": False}
+        body = {
+            "input_ids": [prompt["input_ids"] for prompt in prompts],
+            "rid": [prompt["rid"] for prompt in prompts],
+            "sampling_params": [
+                drawn | {"max_new_tokens": prompt["max_new_tokens"], "stop_token_ids": prompt["stop_token_ids"]} for prompt in prompts
+            ],
+            "extra_key": [extra_key] * len(prompts),
+            "return_logprob": True,
+            "top_logprobs_num": num_top,
+            "stream": True,
+        }
+        async with AsyncExitStack() as stack:
+            timeout = self._http.Timeout(None, connect=CONNECT_SECONDS)  # what comes too slowly is noticed by whoever waits for all of it
+            try:
+                opened = self._client.stream("POST", "/generate", content=orjson.dumps(body), headers=JSON, timeout=timeout)
+                response = await stack.enter_async_context(opened)
+                if response.is_server_error:
+                    raise ServerGone(f"POST {self.url}/generate: status {response.status_code}")
+                if response.is_error:
+                    raise ServerRefused(f"POST {self.url}/generate: status {response.status_code}: {(await response.aread())[:500]!r}")
+                async for data in _server_sent(response.aiter_bytes()):
+                    yield self._checked(orjson.loads(data))
+            except (self._http.RequestError, self._http.StreamError) as error:
+                raise ServerGone(f"POST {self.url}/generate: {type(error).__name__}: {error}") from error
+
+    async def abort(self, rid: str) -> None:
+        """End a request before its time; its last answer brings what it has. An unknown one is passed over."""
+        await self._call("POST", "/abort_request", {"rid": rid})
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Hold all generation: `retract` gives its cache up, `in_place` keeps it."""
+        await self._call("POST", "/pause_generation", {"mode": mode})
+
+    async def go_on(self) -> None:
+        """Undo `pause`."""
+        await self._call("POST", "/continue_generation", {})
+
+    async def load_weights(self, folder: Path, *, name: str, flush_cache: bool) -> None:
+        """Load a folder's weights; tokens from here on say the name.
+
+        Raises:
+            ServerRefused: They are not loaded, or only in part.
+            ServerGone: Nobody knows.
+        """
+        body = {"model_path": str(folder), "weight_version": name, "flush_cache": flush_cache}
+        reply = await self._call("POST", "/update_weights_from_disk", body, seconds=self._weights_seconds)
+        if not reply.get("success"):
+            raise ServerRefused(f"POST {self.url}/update_weights_from_disk: {reply.get('message')}")
+
+    async def checksums(self) -> dict[str, str]:
+        """Return the digest of every tensor that the server holds; of several ranks, none, since each has a part."""
+        reply = await self._call("POST", "/weights_checker", {"action": "checksum"}, seconds=self._weights_seconds)
+        ranks = reply.get("ranks") or []
+        found: dict[str, str] = ranks[0]["checksums"] if len(ranks) == 1 else {}
+        return found
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None, *, seconds: float = CONTROL_SECONDS) -> dict[str, Any]:
+        try:
+            response = await self._client.request(method, path, json=body, timeout=self._http.Timeout(seconds, connect=CONNECT_SECONDS))
+        except self._http.RequestError as error:
+            raise ServerGone(f"{method} {self.url}{path} within {seconds:g} s: {type(error).__name__}: {error}") from error
+        if response.is_error:
+            raise ServerRefused(f"{method} {self.url}{path}: status {response.status_code}: {response.text[:500]}")
+        found: dict[str, Any] = response.json() if response.content else {}
+        return found
+
+    def _checked(self, event: dict[str, Any]) -> dict[str, Any]:
+        if "error" in event:
+            raise ServerRefused(f"POST {self.url}/generate: {event['error']}")
+        return event
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+async def _server_sent(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Give the data of each event of a stream."""
+    rest = b""
+    async for chunk in chunks:
+        *events, rest = (rest + chunk).split(b"\n\n")
+        for event in events:
+            data = event.removeprefix(b"data: ")
+            if data and data != END_OF_STREAM:
+                yield data

@@ -1,0 +1,108 @@
+"""The process of a server of our own: started on a folder, watched, ended; it outlives nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import mkdtemp
+
+from relax_events.broker.credentials import CREDENTIAL_VARIABLES
+from relax_events.broker.embedded.ports import HOST, choose_port
+from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
+from relax_events.engines.sglang import serve
+from relax_events.engines.sglang.checkpoint import ModelFolder
+from relax_events.errors import EnvironmentProblem
+
+MEMORY = Path("/dev/shm")  # noqa: S108 weights of one version for a process of ours, in memory where there is room
+ROOM = 3.0
+"""Models that have to fit into memory: the version that is served, the next one, and one to spare."""
+LOG_NAME = "server.log"
+LOG_TAIL_BYTES = 4000
+CONTEXT_MARGIN = 16
+"""Tokens that a server wants to have left above a request's own."""
+
+
+class ServerProcess:
+    """One server at a time; its log lies in the folder, which ends with whichever of server and worker lives longer."""
+
+    def __init__(self, model: ModelFolder, folder: Path, *, config: EngineConfig, settings: ModelConfig) -> None:
+        self._model, self._config, self._settings, self._folder = model, config, settings, folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port = choose_port()
+        self.url = f"http://{HOST}:{self._port}"
+
+    def start(self, path: Path, *, name: str) -> None:
+        """Start a server on a folder of weights, by a name that its tokens will say; it is not ready yet.
+
+        Raises:
+            EnvironmentProblem: The interpreter can't be run.
+        """
+        python = self._config.sglang.python or sys.executable
+        command = [python, "-P", serve.__file__, str(self._folder), *self._arguments(path, name)]
+        try:
+            with (self._folder / LOG_NAME).open("wb") as log:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env=self._environment()
+                )
+        except OSError as error:
+            raise EnvironmentProblem(f"engine.sglang.python = {python!r} can't be run: {error}; name an interpreter that has SGLang") from error
+
+    def ending(self) -> str | None:
+        """Tell how the server ended, with the end of its log; None while it lives."""
+        assert self._process is not None
+        code = self._process.poll()
+        return None if code is None else f"the SGLang server ended with code {code}; the end of its log:\n{self.log_tail()}"
+
+    def log_tail(self) -> str:
+        """Return the end of the server's log."""
+        return (self._folder / LOG_NAME).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+
+    def kill(self) -> None:
+        """End the server with all its processes; nothing of it is worth saving."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process = None
+
+    def _arguments(self, path: Path, name: str) -> Sequence[str]:
+        config = self._config
+        limit = config.max_context_tokens + CONTEXT_MARGIN
+        known = self._model.max_context_tokens
+        flags = {
+            "--model-path": path,
+            "--weight-version": name,
+            "--host": HOST,
+            "--port": self._port,
+            "--dtype": self._settings.dtype,
+            "--context-length": min(limit, known) if known else limit,
+            "--max-running-requests": config.max_running_samples,
+            "--max-total-tokens": config.max_running_samples * limit,
+            "--stream-interval": config.sglang.stream_interval_tokens,
+            "--log-level": "warning",
+        }
+        switches = ("--incremental-streaming-output", "--skip-tokenizer-init", "--skip-server-warmup", "--enable-metrics")
+        return [*(str(word) for flag in flags.items() for word in flag), *switches, *config.sglang.arguments]
+
+    def _environment(self) -> dict[str, str]:
+        variables = {name: value for name, value in os.environ.items() if name not in CREDENTIAL_VARIABLES}
+        if self._config.threads:
+            variables["OMP_NUM_THREADS"] = str(self._config.threads)
+        if self._settings.device == "cpu":
+            variables["CUDA_VISIBLE_DEVICES"] = ""
+        return variables
+
+
+def version_folder(model: ModelFolder, config: SGLangConfig) -> Path:
+    """Make a folder where versions are written for a server: in memory, where there is room for some, unless the user says where."""
+    num_bytes = sum(file.stat().st_size for file in model.path.glob("*.safetensors"))
+    has_room = MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM * num_bytes
+    return Path(mkdtemp(prefix="relax-sglang-", dir=config.weights_directory or (MEMORY if has_room else None)))

@@ -1,0 +1,23 @@
+"""A whole run whose samples come from an SGLang server: it learns what the quickstart learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command_line import call_relax, report_of
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
+
+
+def test_quickstart_learns_on_sglang(sglang_python: str, bootstrap_servers: str, run_id: str, tmp_path: Path) -> None:
+    own = (f"run.id={run_id}", f"run.directory={tmp_path / '.relax'}", f"model.path={tmp_path / 'model'}")
+    servers = (f"broker.bootstrap_servers={bootstrap_servers}", f"engine.sglang.python={sglang_python}")
+    ended = call_relax("run", "configs/quickstart-sglang.toml", *own, *servers, cwd=ROOT, timeout_seconds=2300)
+    assert ended.code == 0, ended.err
+    report = report_of(tmp_path, run_id)
+    assert (report["steps"], report["samples_lost"], report["samples_trained_twice"], report["ledger_problems"]) == (60, 0, 0, [])
+    rewards = report["curves"]["reward_mean"]
+    assert rewards[0] < 0.4
+    assert sum(rewards[-10:]) / 10 > 0.9

@@ -1,0 +1,79 @@
+"""A real SGLang server, one for the session, that the tests take turns at; and engines of both kinds over the same tiny model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from engine_requests import MakeEngine, make_engine, tiny_model
+
+from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
+from relax_events.engines.protocol import Engine
+from relax_events.engines.sglang.checkpoint import ModelFolder
+from relax_events.engines.sglang.engine import SGLangEngine
+from relax_events.engines.sglang.process import ServerProcess
+
+START_SECONDS = 600.0
+BOUNDS: dict[str, Any] = {"max_running_samples": 16, "max_context_tokens": 512}
+
+
+@pytest.fixture(scope="session")
+def server_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Give the address of the session's server, which was started on the tiny model."""
+    if given := request.config.getoption("--sglang-url"):
+        yield given
+        return
+    sglang_python = request.getfixturevalue("sglang_python")
+    path = tiny_model()
+    config = EngineConfig(**BOUNDS, sglang=SGLangConfig(python=sglang_python))
+    process = ServerProcess(ModelFolder.read(path), tmp_path_factory.mktemp("server"), config=config, settings=ModelConfig(path=path))
+    process.start(path, name="session")
+    try:
+        await_ready(process)
+        yield process.url
+    finally:
+        process.kill()
+
+
+def await_ready(process: ServerProcess) -> None:
+    """Wait until a server takes requests."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if (ending := process.ending()) is not None:
+            raise AssertionError(ending)
+        try:
+            if httpx2.get(f"{process.url}/ready", timeout=5.0, trust_env=False).status_code == 200:
+                return
+        except httpx2.TransportError:
+            pass
+    raise AssertionError(f"not ready within {START_SECONDS:g} s: {process.log_tail()}")
+
+
+@pytest.fixture
+def make_sglang(server_url: str) -> Iterator[MakeEngine]:
+    """Return a maker of engines on the session's server: one at a time."""
+    engines: list[SGLangEngine] = []
+
+    def make(path: Path | None = None, **settings: Any) -> Engine:
+        path = path or tiny_model()
+        config = EngineConfig(**BOUNDS | settings, sglang=SGLangConfig(url=server_url))
+        engines.append(SGLangEngine(path, config=config, model=ModelConfig(path=path)))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.abort()
+        engine.close()
+
+
+@pytest.fixture(params=["transformers", "sglang"])
+def make(request: pytest.FixtureRequest) -> MakeEngine:
+    """Return a maker of engines, of each kind in turn."""
+    if request.param == "sglang":
+        maker: MakeEngine = request.getfixturevalue("make_sglang")
+        return maker
+    return lambda path=None, **settings: make_engine(path, **BOUNDS | settings)

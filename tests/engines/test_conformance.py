@@ -1,0 +1,349 @@
+"""What every engine does, by one suite for both: draws may differ, what is said of them may not."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from engine_requests import (
+    MakeEngine,
+    continued,
+    finish,
+    fresh_sample,
+    make_prompt,
+    make_request,
+    other_weights,
+    plain_logprobs,
+    plain_model,
+    tiny_model,
+)
+
+from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
+from relax_events.engines.sglang.engine import SGLangEngine
+from relax_events.engines.transformers import TransformersEngine
+from relax_events.errors import PoisonSample, WeightsError
+from relax_events.events.parts import FinishReason, VersionSegment
+from relax_events.weights import Weights
+
+LONG = 200
+"""Tokens of a sample that is surely under way for a while."""
+
+
+def begin(engine: Engine, request: GenerationRequest) -> None:
+    """Let an engine generate until a few tokens of each sample are there, and none is whole."""
+    engine.submit(request)
+    while True:
+        assert engine.poll(timeout_seconds=0.05) == []
+        if isinstance(engine, SGLangEngine):
+            flights = engine._serving.generation._flights.values()
+            counts = [len(flight.tokens) for flight in list(flights)]
+        else:
+            assert isinstance(engine, TransformersEngine)
+            counts = engine._table._counts[: engine._table.num_rows].tolist()
+        if len(counts) == len(request.samples) and min(counts) > 2:
+            return
+
+
+def runs(sample: GeneratedSample) -> list[tuple[VersionSegment, slice]]:
+    """Give a sample's segments with the places of their tokens."""
+    ends = np.cumsum([segment.num_tokens for segment in sample.segments]).tolist()
+    assert ends[-1] == len(sample.tokens) == len(sample.logprobs)
+    return [(segment, slice(end - segment.num_tokens, end)) for segment, end in zip(sample.segments, ends, strict=True)]
+
+
+def test_logprobs_agree_with_one_whole_forward(make: MakeEngine) -> None:
+    engine = make()
+    requests = [make_request(number, max_new_tokens=20) for number in range(6)]
+    for request in requests:
+        engine.submit(request)
+    samples = finish(engine)
+    assert len(samples) == 12
+    for request in requests:
+        for sample in request.samples:
+            generated = samples[sample.sample_id]
+            assert (len(generated.tokens), generated.finish_reason, generated.error) == (20, FinishReason.LENGTH, "")
+            assert (generated.tokens.dtype, generated.logprobs.dtype, generated.prompt_group_id) == (np.int32, np.float32, request.prompt_group_id)
+            np.testing.assert_allclose(generated.logprobs, plain_logprobs(request.prompt_tokens, generated.tokens), atol=1e-5)
+
+
+def test_logprobs_are_tempered_and_not_renormalised(make: MakeEngine) -> None:
+    engine = make()
+    request = make_request(1, temperature=0.7, top_k=5, top_p=0.8)
+    engine.submit(request)
+    for sample in finish(engine).values():
+        np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens, temperature=0.7), atol=1e-5)
+
+
+def test_draws_follow_the_probabilities(make: MakeEngine) -> None:
+    engine = make()
+    request = make_request(1, num_samples=400, max_new_tokens=1, temperature=0.5)
+    engine.submit(request)
+    drawn = np.bincount([int(sample.tokens[0]) for sample in finish(engine).values()], minlength=300)
+    likeliest = np.argsort(drawn)[-3:]
+    expected = [400 * np.exp(plain_logprobs(request.prompt_tokens, np.array([token], np.int32), temperature=0.5)[0]) for token in likeliest]
+    assert np.abs(drawn[likeliest] - expected).max() < 5 * np.sqrt(max(expected))
+
+
+def test_sample_ends_after_its_stop_token_and_keeps_it(make: MakeEngine) -> None:
+    engine = make()
+    engine.submit(make_request(1, num_samples=1, max_new_tokens=12, top_k=1))
+    (whole,) = finish(engine).values()
+    stop = int(whole.tokens[5])
+    engine.submit(make_request(1, num_samples=1, max_new_tokens=12, top_k=1, stops=(300, stop)))
+    (sample,) = finish(engine).values()
+    end = whole.tokens.tolist().index(stop) + 1
+    assert sample.finish_reason is FinishReason.STOP
+    assert sample.tokens.tolist() == whole.tokens[:end].tolist()
+    assert whole.finish_reason is FinishReason.LENGTH
+
+
+def test_nothing_but_its_own_stop_tokens_ends_a_sample(make: MakeEngine) -> None:
+    engine = make()
+    request = make_request(1, num_samples=8, max_new_tokens=LONG, temperature=3.0)
+    engine.submit(request)
+    samples = finish(engine)
+    assert {len(sample.tokens) for sample in samples.values()} == {LONG}
+    assert any({256, 257} & set(sample.tokens.tolist()) for sample in samples.values())  # the tokenizer's own ends are among them
+
+
+def test_sample_ends_where_the_context_is_full(make: MakeEngine) -> None:
+    engine = make(max_context_tokens=20)
+    engine.submit(make_request(1, prompt=make_prompt(1, 19), max_new_tokens=100))
+    engine.submit(make_request(2, prompt=make_prompt(2, 4), max_new_tokens=100))
+    samples = finish(engine)
+    assert [len(samples[name].tokens) for name in ("g1/0", "g2/1")] == [1, 16]
+    assert {sample.finish_reason for sample in samples.values()} == {FinishReason.LENGTH}
+
+
+def test_samples_beyond_the_bound_wait_their_turn(make: MakeEngine) -> None:
+    engine = make()
+    for number in range(10):
+        engine.submit(make_request(number, num_samples=5))
+    assert engine.num_running == 50
+    assert len(finish(engine)) == 50
+    assert engine.num_running == 0
+
+
+def test_poll_gives_nothing_at_once_when_nothing_runs(make: MakeEngine) -> None:
+    assert make().poll(timeout_seconds=3600.0) == []
+
+
+def test_segments_carry_the_version_of_every_token(make: MakeEngine) -> None:
+    engine = make()
+    engine.submit(make_request(1))
+    assert all(sample.segments == (VersionSegment(0, 6),) for sample in finish(engine).values())
+    weights, path = other_weights(7)
+    engine.load_weights(weights)
+    request = make_request(1)
+    engine.submit(request)
+    assert engine.policy_version == 7
+    for sample in finish(engine).values():
+        assert sample.segments == (VersionSegment(7, 6),)
+        np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens, path=path), atol=1e-5)
+
+
+def test_restart_computes_running_samples_again_under_the_new_weights(make: MakeEngine) -> None:
+    engine = make()
+    request = make_request(1, max_new_tokens=LONG)
+    weights, path = other_weights(1)
+    begin(engine, request)
+    engine.load_weights(weights, on_running="restart")
+    samples = finish(engine)
+    assert len(samples) == 2
+    for sample in samples.values():
+        (before, first), (after, second) = runs(sample)
+        assert [(segment.policy_version, segment.kept_cache) for segment in (before, after)] == [(0, False), (1, False)]
+        old = plain_logprobs(request.prompt_tokens, sample.tokens)
+        new = plain_logprobs(request.prompt_tokens, sample.tokens, path=path)
+        np.testing.assert_allclose(sample.logprobs[first], old[first], atol=1e-5)
+        np.testing.assert_allclose(sample.logprobs[second], new[second], atol=1e-5)
+
+
+def test_swap_keeps_the_cache_and_says_so(make: MakeEngine) -> None:
+    engine = make()
+    request = make_request(1, max_new_tokens=LONG, num_samples=4)
+    weights, path = other_weights(1)
+    begin(engine, request)
+    engine.load_weights(weights, on_running="swap")
+    kept = []
+    for sample in finish(engine).values():
+        old = plain_logprobs(request.prompt_tokens, sample.tokens)
+        new = plain_logprobs(request.prompt_tokens, sample.tokens, path=path)
+        for segment, place in runs(sample):
+            differences = np.abs(sample.logprobs - (new if segment.policy_version else old))[place]
+            assert segment.policy_version == 1 or not segment.kept_cache
+            if segment.kept_cache:
+                kept.append(differences.max())
+            else:  # of the old weights, or computed anew after an end token of the model's that is none of the request's
+                assert differences.max() < 1e-5
+    assert kept
+    assert min(kept) > 1e-3
+    engine.submit(request)  # whose prompt the server has in its cache, under the old weights
+    for sample in finish(engine).values():
+        assert sample.segments == (VersionSegment(1, LONG),)
+        np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens, path=path), atol=1e-5)
+
+
+def test_refused_weights_leave_the_old_ones_serving(make: MakeEngine) -> None:
+    engine = make()
+    weights, _ = other_weights(1)
+    name = "model.norm.weight"
+    torn = {
+        "lack model.norm.weight": {other: tensor for other, tensor in weights.tensors.items() if other != name},
+        "no tensor model.other.weight": weights.tensors | {"model.other.weight": torch.zeros(1)},
+        r"model.norm.weight must be \(32,\) as in the model, got \(31,\)": weights.tensors | {name: torch.zeros(31)},
+    }
+    for text, tensors in torn.items():
+        with pytest.raises(WeightsError, match=text):
+            engine.load_weights(Weights(1, tensors, bytes(32)))
+    assert engine.policy_version == 0
+    request = make_request(1)
+    engine.submit(request)
+    for sample in finish(engine).values():
+        assert sample.segments == (VersionSegment(0, 6),)
+        np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens), atol=1e-5)
+
+
+def test_weights_that_are_not_finite_end_samples_with_an_error(make: MakeEngine) -> None:
+    engine = make()
+    weights, _ = other_weights(2)
+    begin(engine, make_request(1, max_new_tokens=LONG))
+    broken = Weights(1, weights.tensors | {"model.layers.0.self_attn.v_proj.weight": torch.full((16, 32), torch.nan)}, bytes(32))
+    engine.load_weights(broken)
+    engine.submit(make_request(2))
+    samples = finish(engine)
+    assert len(samples) == 4
+    assert {sample.finish_reason for sample in samples.values()} == {FinishReason.ERROR}
+    assert all("policy version 1" in sample.error for sample in samples.values())
+    engine.load_weights(weights)
+    engine.submit(make_request(3))
+    assert {sample.finish_reason for sample in finish(engine).values()} == {FinishReason.LENGTH}
+
+
+def test_aborted_samples_go_on_where_they_were(make: MakeEngine) -> None:
+    engine = make()
+    request = make_request(1, num_samples=3, max_new_tokens=LONG)
+    begin(engine, request)
+    partial = engine.abort()
+    assert engine.num_running == 0
+    assert {sample.finish_reason for sample in partial} == {FinishReason.ABORT}
+    assert all(3 <= len(sample.tokens) < LONG and len(sample.logprobs) == len(sample.tokens) for sample in partial)
+    begun = {sample.sample_id: sample.tokens.tolist() for sample in partial}
+    engine.submit(continued(request, partial))
+    for name, sample in finish(engine).items():
+        assert sample.tokens[: len(begun[name])].tolist() == begun[name]
+        assert sample.segments == (VersionSegment(0, LONG),)
+        np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens), atol=1e-5)
+
+
+def test_abort_takes_out_the_named_samples_alone(make: MakeEngine) -> None:
+    engine = make()
+    begin(engine, make_request(1, num_samples=3, max_new_tokens=LONG))
+    aborted = engine.abort(["g1/1", "unknown"])
+    assert [one.sample_id for one in aborted] == ["g1/1"]
+    assert finish(engine).keys() == {"g1/0", "g1/2"}
+
+
+def test_most_probable_tokens_come_with_those_that_were_drawn(make: MakeEngine) -> None:
+    engine = make()
+    request = make_request(2, num_top=3, temperature=0.7, top_k=2, max_new_tokens=20)
+    engine.submit(request)
+    for sample in finish(engine).values():
+        ids = torch.from_numpy(np.concatenate([request.prompt_tokens, sample.tokens]).astype(np.int64))[None]
+        with torch.no_grad():
+            logits = plain_model(tiny_model())(ids).logits[0][len(request.prompt_tokens) - 1 : -1]
+        assert sample.top_tokens is not None
+        assert sample.top_tokens.dtype == np.int32
+        assert sample.top_tokens.tolist() == np.argsort(-logits.numpy(), axis=-1)[:, :3].tolist()
+
+
+def test_continued_sample_with_nothing_left_comes_back_as_it_is(make: MakeEngine) -> None:
+    engine = make()
+    request = make_request(1, num_samples=1)
+    engine.submit(request)
+    (whole,) = finish(engine).values()
+    engine.submit(continued(request, [whole]))
+    assert engine.num_running == 0
+    (again,) = engine.poll(timeout_seconds=0.0)
+    assert (again.tokens.tolist(), again.finish_reason) == (whole.tokens.tolist(), FinishReason.LENGTH)
+
+
+def test_sleeping_engine_holds_what_runs_until_it_wakes(make: MakeEngine) -> None:
+    engine = make()
+    request = make_request(1, max_new_tokens=LONG)
+    begin(engine, request)
+    engine.sleep()
+    assert engine.poll(timeout_seconds=3600.0) == []
+    assert engine.num_running == 2
+    engine.wake()
+    samples = finish(engine)
+    assert {sample.segments for sample in samples.values()} == {(VersionSegment(0, LONG),)}
+    for sample in samples.values():
+        np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens), atol=1e-5)
+
+
+def test_load_weights_wakes_the_engine(make: MakeEngine) -> None:
+    engine = make()
+    engine.submit(make_request(1))
+    engine.sleep()
+    engine.load_weights(other_weights(1)[0])
+    assert all(sample.segments[-1].policy_version == 1 for sample in finish(engine).values())
+
+
+def test_poll_returns_when_it_is_interrupted(make: MakeEngine) -> None:
+    engine = make()
+    engine.submit(make_request(1, max_new_tokens=LONG, num_samples=4))
+    timer = threading.Timer(0.05, engine.interrupt)
+    timer.start()
+    assert engine.poll(timeout_seconds=60.0) == []
+    timer.join()
+    assert engine.num_running == 4
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ([], "the prompt is empty"),
+        ([1, 2, 100_000], "token id 100000, and the vocabulary has ids 0 to"),
+        ([1, -1], "token id -1"),
+        ([1] * 512, "the prompt has 512 tokens and must leave room for one more"),
+    ],
+)
+def test_prompt_that_can_not_be_generated_is_refused(make: MakeEngine, prompt: list[int], text: str) -> None:
+    engine = make()
+    with pytest.raises(PoisonSample, match=text):
+        engine.submit(make_request(1, prompt=np.array(prompt, np.int32)))
+    assert engine.num_running == 0
+
+
+def test_sample_that_can_not_be_generated_is_refused_with_its_group(make: MakeEngine) -> None:
+    engine = make()
+
+    def request(sample_id: str, tokens: list[int], num_logprobs: int, seed: int = 1) -> GenerationRequest:
+        segments = (VersionSegment(0, len(tokens)),) if tokens else ()
+        prefix, logprobs = np.array(tokens, np.int32), np.zeros(num_logprobs, np.float32)
+        odd = SampleRequest(sample_id=sample_id, seed=seed, tokens=prefix, logprobs=logprobs, segments=segments)
+        return replace(make_request(1, max_new_tokens=4), samples=(fresh_sample("b", 2), odd))
+
+    for text, odd in {
+        "sample b is running already": request("b", [], 0),
+        "seed must be from 0": request("c", [], 0, seed=-1),
+        "must be equally many, got 2, 1 and 2": request("c", [1, 2], 1),
+        "the prefix has 5 tokens and may have 4": request("c", [1] * 5, 5),
+        "prefix has token id 5000": request("c", [5000], 1),
+    }.items():
+        with pytest.raises(PoisonSample, match=text):
+            engine.submit(odd)
+    assert engine.num_running == 0
+
+
+def test_sample_that_runs_already_is_refused(make: MakeEngine) -> None:
+    engine = make()
+    request = make_request(1, max_new_tokens=LONG)
+    engine.submit(request)
+    with pytest.raises(PoisonSample, match="g1/0 is running already"):
+        engine.submit(request)
+    assert len(finish(engine)) == 2

@@ -1,0 +1,217 @@
+"""Servers of an engine's own that die, hang, take wrong weights or lose their parent: nothing hangs, no token is of the wrong weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from engine_requests import continued, finish, make_request, other_weights, plain_logprobs, tiny_model
+from torch import Tensor
+
+from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
+from relax_events.engines.sglang.checkpoint import ModelFolder
+from relax_events.engines.sglang.engine import SGLangEngine
+from relax_events.errors import EngineFailed, EnvironmentProblem, WeightsError
+from relax_events.events.parts import VersionSegment
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
+LONG = 1500
+"""Tokens that take a server some seconds."""
+ORPHAN_PROGRAM = """
+import sys
+from pathlib import Path
+
+from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
+from relax_events.engines.sglang.engine import SGLangEngine
+
+path = Path(sys.argv[1])
+config = EngineConfig(max_running_samples=4, max_context_tokens=64, sglang=SGLangConfig(python=sys.argv[2], weights_directory=Path(sys.argv[3])))
+engine = SGLangEngine(path, config=config, model=ModelConfig(path=path))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def open_engine(python: str, directory: Path, *, family: str = "qwen3", **settings: Any) -> SGLangEngine:
+    """Start a server of the engine's own."""
+    path = tiny_model(family)
+    server = SGLangConfig(python=python, weights_directory=directory, **settings)
+    return SGLangEngine(path, config=EngineConfig(max_running_samples=8, max_context_tokens=2048, sglang=server), model=ModelConfig(path=path))
+
+
+def server_processes(directory: Path) -> list[psutil.Process]:
+    """Find all processes of the servers that write into a folder."""
+    commands = {one: " ".join(command_of(one)) for one in psutil.process_iter()}
+    mains = [one for one, command in commands.items() if "serve.py" in command and str(directory) in command]
+    return [process for main in mains for process in (main, *main.children(recursive=True))]
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Give a process's command line; none of one that has ended."""
+    try:
+        command: list[str] = process.cmdline()
+    except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+        return []
+    return command
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give the folder where the server's weights and log lie."""
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="module")
+def shared_engine(sglang_python: str, directory: Path) -> Iterator[SGLangEngine]:
+    """Give an engine whose server every test of the file may hurt."""
+    engine = open_engine(sglang_python, directory, stall_seconds=40.0)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared_engine: SGLangEngine) -> SGLangEngine:
+    """Give the engine with weights of a version of its own, and nothing running."""
+    shared_engine.abort()
+    shared_engine.load_weights(other_weights(shared_engine.policy_version + 1)[0])
+    return shared_engine
+
+
+def begin(engine: SGLangEngine) -> dict[str, list[int]]:
+    """Have samples generated until some of their tokens have arrived, and give those."""
+    request = make_request(1, num_samples=4, max_new_tokens=LONG)
+    engine.submit(request)
+    while True:
+        assert engine.poll(timeout_seconds=0.3) == []
+        partial = engine.abort()
+        engine.submit(continued(request, partial))
+        if all(len(sample.tokens) > 32 for sample in partial):
+            return {sample.sample_id: sample.tokens.tolist() for sample in partial}
+
+
+def check_whole(engine: SGLangEngine, begun: Mapping[str, list[int]]) -> None:
+    """Finish what runs: every sample is whole, keeps its first tokens, and has the log-probabilities of the version that served."""
+    samples, path = finish(engine), other_weights(0)[1]
+    assert samples.keys() == begun.keys()
+    for name, sample in samples.items():
+        assert (len(sample.tokens), sample.error) == (LONG, "")
+        assert sample.tokens[: len(begun[name])].tolist() == begun[name]
+        assert sample.segments == (VersionSegment(engine.policy_version, LONG),)
+        prompt = make_request(1).prompt_tokens
+        np.testing.assert_allclose(sample.logprobs, plain_logprobs(prompt, sample.tokens, path=path), atol=1e-5)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_samples_go_on_after_a_process_of_the_server_is_killed(engine: SGLangEngine, directory: Path, place: int) -> None:
+    begun = begin(engine)
+    victims = server_processes(directory)
+    victims[place].kill()
+    check_whole(engine, begun)
+    assert not {victim.pid for victim in victims} & {process.pid for process in server_processes(directory)}
+
+
+def test_samples_go_on_after_the_server_hangs(engine: SGLangEngine, directory: Path) -> None:
+    begun = begin(engine)
+    for process in server_processes(directory):
+        process.suspend()
+    check_whole(engine, begun)
+
+
+def test_torn_weights_leave_the_old_version_serving(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = ModelFolder.write_version
+
+    def torn(model: ModelFolder, tensors: Mapping[str, Tensor], folder: Path) -> Path:
+        whole(model, tensors, folder)
+        for file in folder.glob("*.safetensors"):
+            os.truncate(file, file.stat().st_size - 100)
+        return folder
+
+    begun = begin(engine)
+    served = engine.policy_version
+    weights, _ = other_weights(served + 1, seed=5)
+    monkeypatch.setattr(ModelFolder, "write_version", torn)
+    with pytest.raises(WeightsError, match=f"policy version {served + 1} is not served"):
+        engine.load_weights(weights)
+    monkeypatch.undo()
+    assert engine.policy_version == served
+    check_whole(engine, begun)
+
+
+def test_other_weights_than_those_that_were_meant_are_noticed(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = ModelFolder.write_version
+
+    def wrong(model: ModelFolder, tensors: Mapping[str, Tensor], folder: Path) -> Path:
+        name = "model.layers.1.self_attn.k_proj.weight"
+        return whole(model, {**tensors, name: tensors[name] + 1e-6}, folder)
+
+    begun = begin(engine)
+    served = engine.policy_version
+    weights, _ = other_weights(served + 1, seed=5)
+    monkeypatch.setattr(ModelFolder, "write_version", wrong)
+    with pytest.raises(WeightsError, match=r"the server holds other values in model.layers.1.self_attn.qkv_proj.weight"):
+        engine.load_weights(weights)
+    monkeypatch.undo()
+    check_whole(engine, begun)
+
+
+def test_server_that_keeps_dying_ends_the_engine(engine: SGLangEngine, directory: Path) -> None:
+    begin(engine)
+
+    def kill_while_it_runs() -> None:
+        while engine.poll(timeout_seconds=0.5) == []:
+            for process in server_processes(directory):
+                process.kill()
+
+    with pytest.raises(EngineFailed, match="was lost 4 times without a sample in between"):
+        kill_while_it_runs()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe"])
+def test_logprobs_of_experts_agree_before_and_after_an_update(sglang_python: str, tmp_path: Path, family: str) -> None:
+    engine = open_engine(sglang_python, tmp_path, family=family)
+    request = make_request(1, max_new_tokens=100)
+    weights, path = other_weights(3, family=family)
+    for version, folder in ((0, tiny_model(family)), (3, path)):
+        engine.submit(request)
+        for sample in finish(engine).values():
+            assert sample.segments == (VersionSegment(version, 100),)
+            np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens, path=folder), atol=1e-5)
+        engine.load_weights(weights)
+    engine.close()
+    assert server_processes(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_server_ends_with_a_worker_that_is_killed(sglang_python: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ORPHAN_PROGRAM, str(tiny_model()), sglang_python, str(tmp_path)]
+    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    assert worker.stdin is not None
+    assert worker.stdout.readline() == "ready\n"
+    processes = server_processes(tmp_path)
+    assert len(processes) >= 2
+    worker.send_signal(signal.SIGKILL)
+    worker.wait(10)
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    worker.stdin.close()
+    worker.stdout.close()
+    assert alive == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_server_that_can_not_start_says_why(sglang_python: str, tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match=r"(?s)ended with code \d.*--no-such-flag"):
+        open_engine(sglang_python, tmp_path, arguments=("--no-such-flag",))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(EnvironmentProblem, match=r"has no sglang; install relax-events\[sglang\]"):
+        open_engine(str(Path(sys.base_prefix) / "bin" / "python3"), tmp_path)
+    with pytest.raises(EnvironmentProblem, match="'no-python' can't be run"):
+        open_engine("no-python", tmp_path)

@@ -1,0 +1,198 @@
+"""The parts of engine `sglang` that need no server: folders of weights, checksums, and what a request leaves behind."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_requests import make_request, other_weights, tiny_model
+from transformers import AutoModelForCausalLM
+
+from relax_events.engines.requests import admitted_samples
+from relax_events.engines.rows import Sample
+from relax_events.engines.sglang import plugin
+from relax_events.engines.sglang.checkpoint import ModelFolder, not_finite
+from relax_events.engines.sglang.fingerprints import Fingerprints
+from relax_events.engines.sglang.flights import Flight, UnknownVersion
+from relax_events.errors import ConfigError, WeightsError
+from relax_events.events.parts import VersionSegment
+
+
+def parameters(path: Path) -> dict[str, torch.Tensor]:
+    """Give a model's tensors as a trainer publishes them."""
+    return {name: value.detach() for name, value in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_weights_of_the_trainer_get_the_names_of_the_folder(family: str) -> None:
+    model = ModelFolder.read(tiny_model(family))
+    fitted, own = model.fitted(parameters(model.path)), model.tensors()
+    assert fitted.keys() == own.keys()
+    assert all(torch.equal(fitted[name], own[name]) for name in own)
+
+
+def test_weights_of_another_model_are_refused_by_name() -> None:
+    model = ModelFolder.read(tiny_model())
+    tensors = parameters(model.path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    with pytest.raises(WeightsError, match=f"the weights lack {name} "):
+        model.fitted({other: value for other, value in tensors.items() if other != name})
+    with pytest.raises(WeightsError, match=r"the model has no tensor model.layers.9.norm \(1 unknown in all\); publish weights of"):
+        model.fitted(tensors | {"model.layers.9.norm": torch.zeros(1)})
+    with pytest.raises(WeightsError, match=rf"{name} must be \(64, 32\) as in the model, got \(32, 64\)"):
+        model.fitted(tensors | {name: tensors[name].T})
+
+
+def test_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no config.json"):
+        ModelFolder.read(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 3}')
+    with pytest.raises(ConfigError, match=r"holds no language model in \*.safetensors"):
+        ModelFolder.read(tmp_path)
+
+
+def test_folder_of_a_version_is_a_whole_model(tmp_path: Path) -> None:
+    model = ModelFolder.read(tiny_model())
+    weights, path = other_weights(1)
+    folder = model.write_version(model.fitted(weights.tensors), tmp_path / "1")
+    written, expected = ModelFolder.read(folder).tensors(), parameters(path)
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
+    with pytest.raises(WeightsError, match=r"can't be written .* set engine.sglang.weights_directory"):
+        model.write_version({}, tmp_path / "1")
+
+
+def test_value_that_is_not_finite_is_named() -> None:
+    tensors = {"a": torch.zeros(3), "b": torch.tensor([1.0, torch.inf]), "n": torch.arange(3)}
+    assert not_finite(tensors) == "b"
+    assert not_finite({"a": tensors["a"], "n": tensors["n"]}) is None
+
+
+def checksum(*parts: torch.Tensor) -> str:
+    """Hash as a server on a CPU does: the whole tensor's bytes, 16 digits."""
+    return sha256(torch.cat([part.reshape(-1) for part in parts]).numpy().tobytes()).hexdigest()[:16]
+
+
+def server_tensors(family: str, own: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Put a tiny model's tensors together by hand, as SGLang's modules are built, and hash them."""
+    rows, width = own["model.embed_tokens.weight"].shape
+    padding = torch.zeros(-rows % 64, width)
+    sums = {name: checksum(own[name], padding) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    sums["model.norm.weight"] = checksum(own["model.norm.weight"])
+    for layer in ("model.layers.0", "model.layers.1"):
+        attention = [own[f"{layer}.self_attn.{part}_proj.weight"] for part in "qkv"]
+        sums[f"{layer}.self_attn.qkv_proj.weight"] = checksum(*attention)
+        same = ["self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"]
+        same += ["mlp.gate"] if family == "qwen3_moe" else ["mlp.down_proj"]
+        sums |= {f"{layer}.{name}.weight": checksum(own[f"{layer}.{name}.weight"]) for name in same}
+        if family == "qwen3_moe":
+            experts = [f"{layer}.mlp.experts.{number}" for number in range(8)]
+            both = [own[f"{expert}.{part}_proj.weight"] for expert in experts for part in ("gate", "up")]
+            sums[f"{layer}.mlp.experts.w13_weight"] = checksum(*both)
+            sums[f"{layer}.mlp.experts.w2_weight"] = checksum(*(own[f"{expert}.down_proj.weight"] for expert in experts))
+        else:
+            sums[f"{layer}.mlp.gate_up_proj.weight"] = checksum(own[f"{layer}.mlp.gate_proj.weight"], own[f"{layer}.mlp.up_proj.weight"])
+    return sums
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_checksums_of_every_tensor_are_known_beforehand(family: str) -> None:
+    own, other = ModelFolder.read(tiny_model(family)).tensors(), ModelFolder.read(tiny_model(family, seed=9)).tensors()
+    fingerprints, unproven = Fingerprints.learnt(server_tensors(family, own), own, dtype=torch.float32)
+    assert unproven == []
+    assert fingerprints.of(other) == server_tensors(family, other)
+
+
+def test_what_no_recipe_explains_stays_unproven() -> None:
+    own = ModelFolder.read(tiny_model()).tensors()
+    sums = server_tensors("qwen3", own)
+    sums["model.norm.weight"] = "0" * 16
+    del sums["model.layers.1.self_attn.qkv_proj.weight"]
+    _, unproven = Fingerprints.learnt(sums, own, dtype=torch.float32)
+    assert unproven == [*(f"model.layers.1.self_attn.{part}_proj.weight" for part in "kqv"), "model.norm.weight"]
+
+
+def admitted(num_top: int = 0) -> Sample:
+    """Give a sample that is to be generated."""
+    request = make_request(1, num_samples=1, max_new_tokens=9, num_top=num_top)
+    return admitted_samples(request, first_order=0, taken=(), model=ModelFolder.read(tiny_model()), max_context_tokens=128)[0]
+
+
+def event(tokens: list[int], *, spans: list[tuple[str, int, int]] | None = None, reason: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Give what a server sends: some tokens, and at the end whose they are."""
+    meta: dict[str, Any] = {"output_token_logprobs": [[-float(token), token, None] for token in tokens], "finish_reason": reason}
+    meta["output_top_logprobs"] = [[[-1.0, token, None], [-2.0, token + 1, None]] for token in tokens]
+    if spans is not None:
+        meta["weight_versions"] = [{"version": name, "start": start, "end": end} for name, start, end in spans]
+    return {"output_ids": tokens, "meta_info": meta}
+
+
+def test_request_that_ended_brings_its_tokens_with_their_versions() -> None:
+    sample = admitted(num_top=2)
+    flight = Flight(sample, "rid", 0)
+    flight.take(event([1, 2]))
+    flight.note_change()
+    flight.take(event([3, 4, 5], spans=[("zero", 0, 3), ("one", 3, 5)], reason={"type": "length", "length": 5}))
+    flight.land(versions={"zero": 0, "one": 1}, swapped={1})
+    assert sample.tokens.tolist() == [1, 2, 3, 4, 5]
+    assert sample.logprobs.tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0]
+    assert sample.segments == (VersionSegment(0, 3), VersionSegment(1, 2, kept_cache=True))
+    assert sample.top_tokens.tolist() == [[1, 2], [2, 3], [3, 4], [4, 5], [5, 6]]
+    again = Flight(sample, "next", 1)
+    assert again.prompt["input_ids"] == [*sample.prompt_tokens.tolist(), 1, 2, 3, 4, 5]
+    assert again.prompt["max_new_tokens"] == 4
+    again.take(event([6], spans=[("one", 0, 1)], reason={"type": "abort", "message": "Abort", "status_code": None}))
+    again.land(versions={"zero": 0, "one": 1}, swapped={1})
+    assert sample.segments == (VersionSegment(0, 3), VersionSegment(1, 2, kept_cache=True), VersionSegment(1, 1))
+
+
+def test_request_that_broke_off_brings_what_is_certain() -> None:
+    sample = admitted()
+    flight = Flight(sample, "rid", 4)
+    flight.take(event([1, 2]))
+    flight.land(versions={}, swapped=())
+    assert (sample.tokens.tolist(), sample.segments) == ([1, 2], (VersionSegment(4, 2),))
+    flight = Flight(sample, "next", 4)
+    flight.take(event([3]))
+    flight.note_change()
+    flight.take(event([7]))  # of the old weights or the new ones: nobody knows
+    flight.land(versions={}, swapped=())
+    assert (sample.tokens.tolist(), sample.segments) == ([1, 2, 3], (VersionSegment(4, 3),))
+
+
+def test_tokens_of_weights_that_nobody_loaded_are_refused() -> None:
+    sample = admitted()
+    flight = Flight(sample, "rid", 0)
+    flight.take(event([1], spans=[("default", 0, 1)], reason={"type": "length", "length": 1}))
+    with pytest.raises(UnknownVersion, match="its tokens are of weights 'default', which we never gave it"):
+        flight.land(versions={"zero": 0}, swapped=())
+    assert len(sample.tokens) == 0
+
+
+def test_request_that_the_server_refuses_says_why() -> None:
+    flight = Flight(admitted(), "rid", 0)
+    flight.take(event([], spans=[], reason={"type": "abort", "message": "too long", "status_code": 400}))
+    assert (flight.has_landed, flight.refusal) == (True, "too long")
+
+
+@pytest.mark.parametrize(("has_gpu", "environment", "expected"), [(False, "", plugin.PLATFORM), (True, "", None), (False, "1", None)])
+def test_plugin_leaves_machines_alone_that_have_their_own_platform(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, environment: str, expected: str | None
+) -> None:
+    monkeypatch.setattr(torch, "accelerator", SimpleNamespace(is_available=lambda: has_gpu))
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", environment)
+    assert plugin.activate() == expected
+    if expected is None:
+        plugin.replace_cuda_call()  # imports nothing of SGLang, which is not there
+
+
+def test_logprob_that_is_no_number_is_kept_as_such() -> None:
+    flight = Flight(admitted(), "rid", 0)
+    broken = event([1])
+    broken["meta_info"]["output_token_logprobs"] = [[None, 1, None]]
+    flight.take(broken)
+    assert np.isnan(flight.logprobs).all()
