@@ -28,6 +28,7 @@ from relax_events.errors import PoisonSample, WeightsError
 from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.weights import Weights
 
+pytestmark = pytest.mark.timeout(720)  # the first test waits for the server
 LONG = 200
 """Tokens of a sample that is surely under way for a while."""
 
