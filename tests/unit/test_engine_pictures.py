@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.unit.engine_requests import bits, continued, finish, fresh_sample, make_engine, make_request, step
 from transformers import AutoModelForImageTextToText
 
 from relax_events.config import SamplingConfig
@@ -14,7 +15,6 @@ from relax_events.errors import PoisonSample
 from relax_events.events.parts import Modality, VersionSegment
 from relax_events.media.library import MediaLibrary
 from relax_events.weights import Weights
-from tests.unit.engine_requests import bits, continued, finish, fresh_sample, make_engine, make_request, step
 from tests.unit.pictures import SIZES, picture_engine, picture_file, picture_model, picture_run, plain_logprobs, request_about, request_for, shown
 
 
