@@ -56,7 +56,7 @@ class GroupConsumer(Fetching):
             **READER_SETTINGS,
         )
         super().__init__(Consumer(settings), connection)
-        self._on_assigned, self._on_revoked = on_assigned, on_revoked
+        self._connection, self._on_assigned, self._on_revoked = connection, on_assigned, on_revoked
         self._consumer_group, self._is_leaving, self._is_paused = consumer_group, False, False
         self._membership = MembershipWatch(connection, consumer_group)
         self._consumer.subscribe(list(topics), on_assign=self._assign, on_revoke=self._revoke, on_lost=self._lose)
@@ -74,7 +74,9 @@ class GroupConsumer(Fetching):
             self._membership.hear()
         elif self._membership.is_due:
             self._membership.look(self._consumer.memberid(), frozenset(self.positions))
-            self._membership.look_at_unread({} if self._is_paused else self._unread())
+            unread = {} if self._is_paused else self._unread()
+            if self._membership.look_at_unread(unread):
+                self._prove_unreadable(unread)
         held = [record for record in records if (record.topic, record.partition) in self.positions]
         for record in held:
             self.positions[record.topic, record.partition] = record.offset + 1
@@ -119,6 +121,21 @@ class GroupConsumer(Fetching):
             if high > max(position, low):
                 unread[topic, partition] = position
         return unread
+
+    def _prove_unreadable(self, unread: Mapping[Place, int]) -> None:
+        """Have another client read what lies behind our positions: it may be marks of transactions alone, which nobody is given.
+
+        Raises:
+            ClientFailed: The other one is given a record.
+        """
+        reader = LogReader(self._connection, start=unread)
+        try:
+            found = reader.fetch(1, timeout_seconds=self._ask_seconds)
+        finally:
+            reader.close()
+        if found:
+            where = f"{found[0].topic}[{found[0].partition}]@{found[0].offset}"
+            raise ClientFailed(f"this client does not fetch what lies at {where}; the worker must start again to go on")
 
     def close(self) -> None:
         """Leave the group and the broker."""

@@ -60,20 +60,14 @@ class MembershipWatch:
         """Note that records came, or that we have looked."""
         self._looks_at = time.monotonic() + LOOK_SECONDS
 
-    def look_at_unread(self, unread: Mapping[Place, int]) -> None:
-        """Take in at which positions records lie that have not come, although nothing else came.
+    def look_at_unread(self, unread: Mapping[Place, int]) -> bool:
+        """Take in behind which positions the log goes on, although nothing came; return once, when it has been so for a while, that it is suspicious.
 
         Seen with librdkafka 2.16 after a broker in a container was stopped and started: one of eight partitions was fetched no more.
-
-        Raises:
-            ClientFailed: They have lain there since `MAX_UNREAD_LOOKS` looks before.
         """
         self._num_unread_looks = self._num_unread_looks + 1 if unread and unread == self._unread else 0
         self._unread = unread
-        if self._num_unread_looks >= MAX_UNREAD_LOOKS:
-            topic, partition = min(unread)
-            where = f"{topic}[{partition}]@{unread[topic, partition]}"
-            raise ClientFailed(f"this client does not fetch what lies at {where}; the worker must start again to go on")
+        return self._num_unread_looks == MAX_UNREAD_LOOKS
 
     def look(self, member_id: str, held: frozenset[Place]) -> None:
         """Compare what the client holds with what the coordinator says, where that can be reached.

@@ -17,6 +17,7 @@ from relax_events.broker.deadline import Deadline
 from relax_events.broker.heartbeats import HeartbeatWatch
 from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord, Record
+from relax_events.broker.transactions import TransactionalWriter
 from relax_events.errors import ClientFailed
 from relax_events.events.parts import TopicOffset
 
@@ -237,6 +238,21 @@ def test_client_that_does_not_fetch_one_of_its_partitions_any_more_is_given_up(
     assert [record.value for record in fetch_until(consumer, lambda records: len(records) == 1)] == [b"comes"]
     with pytest.raises(ClientFailed, match=re.escape(f"does not fetch what lies at {topic}[1]@0")):
         turn_until(lambda: False, lambda: consumer.fetch(timeout_seconds=0.1))
+    consumer.close()
+
+
+def test_marks_of_a_transaction_that_nobody_is_given_are_no_reason_to_give_a_client_up(
+    connection: Connection, make_topic: MakeTopic, make_group: MakeGroup, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relax_events.broker.membership.LOOK_SECONDS", 0.1)
+    topic = make_topic("work")
+    writer = TransactionalWriter(connection, transactional_id=f"{run_id}.marks")
+    consumer = GroupConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
+    looks = []
+    monkeypatch.setattr(consumer, "_prove_unreadable", lambda unread: looks.append(dict(unread)) or GroupConsumer._prove_unreadable(consumer, unread))
+    writer.commit([OutRecord(topic, b"comes", partition=0)])
+    turn_until(lambda: bool(looks), lambda: consumer.fetch(timeout_seconds=0.1))
+    assert looks == [{(topic, 0): 1}]
     consumer.close()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from engine_requests import finish, fresh_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForImageTextToText
@@ -19,7 +20,6 @@ from relax_events.training.policy_model import PolicyModel
 from relax_events.training.sample_media import SampleMedia
 from relax_events.training.scoring import LogprobScorer
 from relax_events.weights import Weights
-from tests.unit.engine_requests import finish, fresh_sample
 from tests.unit.pictures import picture_engine, picture_model, picture_run, prompt_of, ready, scratch_folder, shown
 
 SIZES = [(32, 32), (64, 48), (32, 96), (48, 80), (100, 70)]

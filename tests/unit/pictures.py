@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from engine_requests import fresh_sample
 from numpy.typing import NDArray
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -28,7 +29,6 @@ from relax_events.media.items import MediaItem
 from relax_events.media.library import MediaLibrary
 from relax_events.models.media_inputs import ProcessedMedia
 from relax_events.models.tiny import make_tiny
-from tests.unit.engine_requests import fresh_sample
 
 BOUNDS = MediaConfig()
 Sizes = tuple[tuple[int, int], ...]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.unit.engine_requests import bits, continued, finish, fresh_sample, make_engine, make_request, step
+from engine_requests import bits, continued, finish, fresh_sample, make_engine, make_request, step
 from transformers import AutoModelForImageTextToText
 
 from relax_events.config import SamplingConfig

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_requests import finish
 
 from relax_events.errors import ConfigError
 from relax_events.media.library import MediaLibrary
 from relax_events.training.ranks import SingleRank
 from relax_events.training.torch_backend import TorchBackend
-from tests.unit.engine_requests import finish
 from tests.unit.pictures import picture_engine, picture_run, ready, request_for
 from tests.unit.trainer_samples import run_config
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engine_requests import finish
 
 from relax_events.errors import PoisonSample
 from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
 from relax_events.training.ranks import SingleRank
 from relax_events.training.torch_backend import TorchBackend
-from tests.unit.engine_requests import finish
 from tests.unit.pictures import picture_engine, picture_run, ready, request_for
 from tests.unit.trainer_samples import make_samples, run_config
 
