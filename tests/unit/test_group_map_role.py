@@ -46,6 +46,7 @@ class Stage:
             tombstone=lambda key, *_: key,
             dead_letter=lambda record, _: self.dead_letters.append(record.key),
             finished=lambda *_: None,
+            reads=lambda _: None,
         )
         self.role = GroupMapRole(self.worker, self._handle)
 

@@ -49,7 +49,7 @@ def test_find_plugin_runs_nothing_before_it_is_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("vroom", "engine.name = 'it' is not installed; installed are dataset, transformers"),
+        ("vroom", "engine.name = 'it' is not installed; installed are dataset, sglang, transformers"),
         ("nowhere/mine.py:Mine", "engine.name = 'it': file nowhere/mine.py does not exist; give path/to/file.py:Class"),
     ],
 )
