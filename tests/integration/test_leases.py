@@ -132,12 +132,13 @@ def test_backlog_of_a_share_group_is_what_is_not_done_held_or_not(share_queue: Q
             begun[lease.record.partition] = lease
             lease.done()
             num_done += 1
-        turn_until(lambda: backlog() == 8 - num_done)
+        enqueue(single, share_queue.topic, [f"q{index}" for index in range(4)])  # there may be none left by now
+        turn_until(lambda: backlog() == 12 - num_done)
         held = take(inbox, 2)
-        assert backlog() == 8 - num_done
+        assert backlog() == 12 - num_done
         for lease in held:
             lease.done()
-        turn_until(lambda: backlog() == 6 - num_done)
+        turn_until(lambda: backlog() == 10 - num_done)
 
 
 def test_held_records_go_to_another_worker_when_the_holder_closes(work: Queue, single: RecordProducer) -> None:
