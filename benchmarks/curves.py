@@ -56,7 +56,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 """What an algorithm needs besides its name, over the quickstart's run file; of what is not installed it is not asked."""
 QUESTION = """\
 The quickstart task (configs/quickstart.toml: asynchronous, at most 2 versions stale, KL 0.001) by every installed algorithm, {num_steps} steps of 32
-prompts with 8 samples, seeds 0 to {last_seed}, all from the same weights. What an algorithm has besides its own settings stands in the table. In the
+prompts with 8 samples, {seeds}, all from the same weights. What an algorithm has besides its own settings stands in the table. In the
 picture runs are pale, the strong line is their moving mean. Where nothing is drawn while training, versions are evaluated on 256 problems.
 
 ![Reward by train step, a panel for each algorithm](curves.svg)"""
@@ -169,8 +169,8 @@ def publish(learnt: Sequence[Learnt], *, num_steps: int, num_seeds: int, folder:
     report.write(
         "curves",
         title="Every algorithm on the quickstart task",
-        question=QUESTION.format(num_steps=num_steps, last_seed=num_seeds - 1),
-        command="python -m benchmarks.curves",
+        question=QUESTION.format(num_steps=num_steps, seeds=f"seeds 0 to {num_seeds - 1}" if num_seeds > 1 else "seed 0"),
+        command="python -m benchmarks.curves" if num_seeds == NUM_SEEDS else f"python -m benchmarks.curves --seeds {num_seeds}",
         rows=rows_of(learnt),
         conclusion=conclusion_of(learnt),
         data=[{"algorithm": one.algorithm, "seed": one.seed, "steps": list(one.curve.steps), "rewards": list(one.curve.rewards)} for one in learnt],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
+import pytest
 from harness import WORKER_SECONDS, FaultRun, assert_books_balance
 
 from relax_events.events.codec import EventCodec
@@ -30,6 +31,7 @@ def publish_behind_the_engines_back(run: FaultRun) -> int:
         run.signal(signal.SIGCONT, "rollout-0", "trainer-0")
 
 
+@pytest.mark.long
 def test_engine_refuses_an_altered_artifact_and_recovers_with_the_next_version(start_run: Callable[..., FaultRun]) -> None:
     run = start_run(run={"num_steps": STEPS})
     run.start()

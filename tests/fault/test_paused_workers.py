@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
+import pytest
 from harness import LIVING_SECONDS, WORKER_SECONDS, FaultRun, assert_books_balance
 
 PAUSE_SECONDS = 7.5  # sessions of the run's consumer groups last 3 s, those of its share group 6 s
 PAUSED = ("trainer-0", "rollout-0", "advantage-0")
 
 
+@pytest.mark.long
 def test_run_goes_on_when_workers_pause_longer_than_their_sessions(start_run: Callable[..., FaultRun]) -> None:
     run = start_run(run={"num_steps": 28})
     run.start()
