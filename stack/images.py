@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -64,7 +65,7 @@ def provide_images(engine: Engine, watch: Stopwatch) -> dict[str, str]:
     names = image_names()
     _provide(engine, BASE_IMAGE, lambda: _make_base(engine), watch)
     for target in OTHERS:
-        _provide(engine, names[target], lambda target=target: _build_standin(engine, target, names[target]), watch)
+        _provide(engine, names[target], partial(_build_standin, engine, target, names[target]), watch)
     for target in OURS:
         with watch.measure(f"build {names[target]}"):
             _build(engine, ROOT, names[target], file=ROOT / "compose" / "Dockerfile", target=target)
