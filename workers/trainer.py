@@ -85,8 +85,7 @@ class TrainLoop:
     """See the module's docstring."""
 
     def __init__(self, worker: Worker, backend: TrainerBackend, ranks: Ranks, store: ObjectStore) -> None:
-        self._worker, self._backend, self._ranks, self._store = worker, backend, ranks, store
-        self._config = worker.config
+        self._worker, self._config, self._backend, self._ranks, self._store = worker, worker.config, backend, ranks, store
         self._topic = worker.plan.topic("advantage.samples")
         self._reader = LogReader(worker.connection, consumer_group=worker.plan.consumer_group("trainer"))
         worker.reads(self._reader)
