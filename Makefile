@@ -36,7 +36,7 @@ quickstart: setup ## Train a tiny model on this machine, every role its own proc
 
 test: setup ## Run all tests: two at a time, but one by one those that break things and those of one server; of SGLang after `make sglang`
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/unit tests/property
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/integration tests/e2e # tests of a file share their runs
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/integration tests/e2e
 	$(BIN)/python -m pytest -q tests/fault tests/engines
 
 test-fast: setup ## Run the tests that need no broker

@@ -39,7 +39,7 @@ from workers.opening import open_store, open_worker
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
 STEP_SECONDS = 0.25
-MAX_DELIVERIES = 8  # one killed worker can cost several: its idle lanes take what the others dropped, until the broker has noticed each of them
+MAX_DELIVERIES = 10  # one killed worker can cost several: its idle lanes take what the others dropped, until the broker has noticed each of them
 RELOAD_SECONDS = 2.0
 REMEMBERED_GROUPS = 1024  # a settlement that the broker missed brings its prompt group back within this many
 
