@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from relax_events.broker.leases import GroupLeases, Lease, LeaseSource, ShareLeases, delivery_limit
+from relax_events.broker.leases import USUAL_DELIVERY_LIMIT, GroupLeases, Lease, LeaseSource, ShareLeases, delivery_limit
 from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
 from relax_events.data.laying_out import sample_answers
@@ -39,7 +39,8 @@ from workers.opening import open_store, open_worker
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
 STEP_SECONDS = 0.25
-MAX_DELIVERIES = 10  # one killed worker can cost several: its idle lanes take what the others dropped, until the broker has noticed each of them
+MAX_DELIVERIES = 8
+DELIVERY_MARGIN = 2  # where the limit is reached the broker drops a record and tells nobody, so we give it up before
 RELOAD_SECONDS = 2.0
 REMEMBERED_GROUPS = 1024  # a settlement that the broker missed brings its prompt group back within this many
 
@@ -111,8 +112,9 @@ class RolloutLoop:
     def _open_leases(self) -> LeaseSource:
         kind: Any = ShareLeases if self._config.broker.lease == "share_group" else GroupLeases
         plan = self._worker.plan
-        if kind is ShareLeases:  # where the limit is reached the broker drops a record and tells nobody, so we give it up just before
-            self._max_deliveries = min(MAX_DELIVERIES, delivery_limit(self._worker.connection, plan.consumer_group("rollout")))
+        if kind is ShareLeases:  # one killed worker can cost eight: its idle lanes take what others drop, until the broker has noticed each
+            limit = delivery_limit(self._worker.connection, plan.consumer_group("rollout"))
+            self._max_deliveries = limit if limit <= USUAL_DELIVERY_LIMIT else limit - DELIVERY_MARGIN
         source: LeaseSource = kind(
             self._worker.connection,
             group=plan.consumer_group("rollout"),

@@ -249,8 +249,8 @@ def test_records_of_partitions_that_come_while_all_lanes_are_taken_are_not_lost(
 
 def test_delivery_limit_is_the_groups_own_or_else_the_brokers(connection: Connection, admin: Admin, make_share_group: Callable[[str], str]) -> None:
     own, other = make_share_group("own"), make_share_group("other")
-    admin.alter_group(own, {"share.delivery.count.limit": "10"})
-    assert (delivery_limit(connection, own), delivery_limit(connection, other)) == (10, 5)
+    admin.alter_group(own, {"share.delivery.count.limit": "25"})
+    assert (delivery_limit(connection, own), delivery_limit(connection, other)) == (25, 5)
 
 
 def test_delivery_limit_is_the_usual_one_where_the_broker_does_not_say(connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:

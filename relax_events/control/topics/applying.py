@@ -14,8 +14,8 @@ from relax_events.topics import TopicPlan, TopicSpec
 from relax_events.topics.plan import CONSUMER_ROLES
 
 FOREVER = -1
-DELIVERY_LIMIT = 10
-"""Deliveries after which the broker drops a prompt group: the most that brokers allow as they come, so that a worker gives it up before."""
+DELIVERY_LIMITS = (25, 10)
+"""Deliveries after which the broker drops a prompt group: the most that ours allows, else that others do, so that a worker gives it up before."""
 DANGERS = {
     "partitions": "more partitions: records that lie in a topic already stay where no reader looks for them any more",
     "retention": "shorter retention: the broker deletes what is older or more",
@@ -184,7 +184,10 @@ def apply_groups(config: RunConfig, plan: TopicPlan, admin: Admin) -> None:
         admin.alter_group(plan.consumer_group(role), timings)
     if queue_is_shared:
         admin.alter_group(plan.consumer_group("rollout"), share)
-        try:
-            admin.alter_group(plan.consumer_group("rollout"), {"share.delivery.count.limit": str(DELIVERY_LIMIT)})
-        except BrokerRefused as error:
-            log.info("deliveries.limited", error=str(error), text="the broker drops a prompt group after fewer deliveries")
+        for limit in DELIVERY_LIMITS:
+            try:
+                admin.alter_group(plan.consumer_group("rollout"), {"share.delivery.count.limit": str(limit)})
+            except BrokerRefused as error:
+                log.info("deliveries.limited", error=str(error), text="the broker drops a prompt group after fewer deliveries")
+            else:
+                break
