@@ -6,8 +6,9 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,6 +115,16 @@ def run(command: Sequence[str], environment: Mapping[str, str], *, seconds: floa
     if check and done.returncode:
         raise StackError(f"{line}: exit code {done.returncode}\n{(done.stderr or done.stdout).strip()[-3000:]}")
     return done.stdout
+
+
+def exit_code_of(work: Callable[[], object]) -> int:
+    """Do a command's work; a `StackError` is told on stderr and gives 1."""
+    try:
+        work()
+    except StackError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def compose_command() -> list[str]:

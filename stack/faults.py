@@ -11,14 +11,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from benchmarks import report
 from relax_events.config import RunConfig, load_run_config
-from stack.engine import PROJECT, ROOT, Engine, StackError, open_engine
+from stack.engine import PROJECT, ROOT, Engine, exit_code_of, open_engine
 from stack.images import Stopwatch, provide_images
 from stack.run_watch import RunWatch
 
@@ -159,19 +159,23 @@ def main() -> int:
     parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS))
     parser.add_argument("--services", nargs="+", choices=["kafka", *WORKERS], default=["kafka", *WORKERS])
     arguments = parser.parse_args()
-    try:
-        engine = open_engine()
-        provide_images(engine, Stopwatch())
-        run = FaultRun(engine)
-        run.start()
-        injected = [run.inject(fault, service) for service in arguments.services for fault in arguments.faults]
-        ledger = run.finish()
-        print(ledger)
-        write_report(injected, ledger, run.num_steps)
-    except StackError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_code_of(lambda: inject_all(arguments.services, arguments.faults))
+
+
+def inject_all(services: Sequence[str], faults: Sequence[str]) -> None:
+    """Start a run, inject every fault into every service, and write the report.
+
+    Raises:
+        StackError: An image, the start, the run or the ledger failed.
+    """
+    engine = open_engine()
+    provide_images(engine, Stopwatch())
+    run = FaultRun(engine)
+    run.start()
+    injected = [run.inject(fault, service) for service in services for fault in faults]
+    ledger = run.finish()
+    print(ledger)
+    write_report(injected, ledger, run.num_steps)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from benchmarks import report
-from stack.engine import PROJECT, Engine, StackError, open_engine
+from stack.engine import PROJECT, Engine, StackError, exit_code_of, open_engine
 from stack.images import Stopwatch, provide_images
 from stack.panels import panels_with_data
 from stack.run_watch import RunWatch
@@ -134,17 +134,22 @@ def main() -> int:
     parser.add_argument("what", choices=["up", "down"])
     parser.add_argument("--volumes", action="store_true", help="with down: delete the log, the files and the series too")
     arguments = parser.parse_args()
-    try:
-        engine = open_engine()
-        if arguments.what == "down":
-            engine.compose("down", *(["--volumes"] if arguments.volumes else []))
-            return 0
-        measured = up(engine)
-        write_report(measured, measured["image_bytes"])
-    except StackError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_code_of(lambda: up_and_report() if arguments.what == "up" else down(volumes=arguments.volumes))
+
+
+def up_and_report() -> None:
+    """Bring the stack up, check it and write what it took; raises as `up`."""
+    measured = up(open_engine())
+    write_report(measured, measured["image_bytes"])
+
+
+def down(*, volumes: bool) -> None:
+    """Take the stack's containers down, and with `volumes` all that the run wrote.
+
+    Raises:
+        StackError: There is no engine, or it failed.
+    """
+    open_engine().compose("down", *(["--volumes"] if volumes else []))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from relax_events.config import EngineConfig, ModelConfig, SamplingConfig
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
 from relax_events.engines.transformers import TransformersEngine
+from relax_events.errors import WeightsError
 from relax_events.models.tiny import make_tiny
 from relax_events.weights import Weights
 
@@ -130,3 +132,17 @@ def other_weights(policy_version: int, *, seed: int = 4, family: str = "qwen3") 
     path = tiny_model(family, seed=seed)
     tensors = {name: parameter.detach().clone() for name, parameter in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
     return Weights(policy_version, tensors, bytes(32)), path
+
+
+def check_misfits_are_refused(engine: Engine) -> None:
+    """Load weights that lack a tensor, have one too many, or one of another shape: each is refused by name."""
+    weights, _ = other_weights(1)
+    name = "model.norm.weight"
+    torn = {
+        "lack model.norm.weight": {other: tensor for other, tensor in weights.tensors.items() if other != name},
+        "no tensor model.other.weight": weights.tensors | {"model.other.weight": torch.zeros(1)},
+        r"model.norm.weight must be \(32,\) as in the model, got \(31,\)": weights.tensors | {name: torch.zeros(31)},
+    }
+    for text, tensors in torn.items():
+        with pytest.raises(WeightsError, match=text):
+            engine.load_weights(Weights(1, tensors, bytes(32)))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_requests import (
     MakeEngine,
+    check_misfits_are_refused,
     continued,
     finish,
     fresh_sample,
@@ -24,7 +25,7 @@ from engine_requests import (
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
 from relax_events.engines.sglang.engine import SGLangEngine
 from relax_events.engines.transformers import TransformersEngine
-from relax_events.errors import PoisonSample, WeightsError
+from relax_events.errors import PoisonSample
 from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.weights import Weights
 
@@ -190,16 +191,7 @@ def test_swap_keeps_the_cache_and_says_so(make: MakeEngine) -> None:
 
 def test_refused_weights_leave_the_old_ones_serving(make: MakeEngine) -> None:
     engine = make()
-    weights, _ = other_weights(1)
-    name = "model.norm.weight"
-    torn = {
-        "lack model.norm.weight": {other: tensor for other, tensor in weights.tensors.items() if other != name},
-        "no tensor model.other.weight": weights.tensors | {"model.other.weight": torch.zeros(1)},
-        r"model.norm.weight must be \(32,\) as in the model, got \(31,\)": weights.tensors | {name: torch.zeros(31)},
-    }
-    for text, tensors in torn.items():
-        with pytest.raises(WeightsError, match=text):
-            engine.load_weights(Weights(1, tensors, bytes(32)))
+    check_misfits_are_refused(engine)
     assert engine.policy_version == 0
     request = make_request(1)
     engine.submit(request)

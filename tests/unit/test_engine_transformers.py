@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine_requests import (
     bits,
+    check_misfits_are_refused,
     continued,
     finish,
     make_engine,
@@ -22,7 +23,7 @@ from engine_requests import (
 from transformers import AutoConfig, AutoModelForCausalLM, CohereConfig, MistralConfig
 
 from relax_events.engines.protocol import Engine
-from relax_events.errors import ConfigError, PoisonSample, WeightsError
+from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.weights import Weights
 
@@ -94,16 +95,7 @@ def test_waiting_samples_start_under_the_newest_weights() -> None:
 
 def test_refused_weights_leave_the_old_ones_serving() -> None:
     engine, untouched = make_engine(), make_engine()
-    weights, _ = other_weights(1)
-    name = "model.norm.weight"
-    torn = {
-        "lack model.norm.weight": {other: tensor for other, tensor in weights.tensors.items() if other != name},
-        "no tensor model.other.weight": weights.tensors | {"model.other.weight": torch.zeros(1)},
-        r"model.norm.weight must be \(32,\) as in the model, got \(31,\)": weights.tensors | {name: torch.zeros(31)},
-    }
-    for text, tensors in torn.items():
-        with pytest.raises(WeightsError, match=text):
-            engine.load_weights(Weights(1, tensors, bytes(32)))
+    check_misfits_are_refused(engine)
     assert engine.policy_version == 0
     for one in (engine, untouched):
         one.submit(make_request(1))
