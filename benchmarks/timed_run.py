@@ -31,7 +31,7 @@ RUN_SECONDS = 300.0
 START_SECONDS = 120.0
 """Deadline of a call to the broker: seventy processes that start at once on two cores keep it waiting."""
 NUM_SHARDS = 2
-NUM_QUEUE_PARTITIONS = 4
+NUM_QUEUE_PARTITIONS = 1
 
 
 @dataclass(frozen=True, slots=True)

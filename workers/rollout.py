@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 import structlog
 
-from relax_events.broker.leases import USUAL_DELIVERY_LIMIT, GroupLeases, Lease, LeaseSource, ShareLeases, delivery_limit
+from relax_events.broker.group_leases import GroupLeases
+from relax_events.broker.leases import USUAL_DELIVERY_LIMIT, Lease, LeaseSource, delivery_limit
 from relax_events.broker.records import OutRecord, Record
+from relax_events.broker.share_leases import ShareLeases
 from relax_events.config import RunConfig
 from relax_events.data.laying_out import sample_answers
 from relax_events.data.rendering import PromptRenderer
@@ -112,7 +114,7 @@ class RolloutLoop:
     def _open_leases(self) -> LeaseSource:
         kind: Any = ShareLeases if self._config.broker.lease == "share_group" else GroupLeases
         plan = self._worker.plan
-        if kind is ShareLeases:  # one killed worker can cost eight: its idle lanes take what others drop, until the broker has noticed each
+        if kind is ShareLeases:
             limit = delivery_limit(self._worker.connection, plan.consumer_group("rollout"))
             self._max_deliveries = limit if limit <= USUAL_DELIVERY_LIMIT else limit - DELIVERY_MARGIN
         source: LeaseSource = kind(

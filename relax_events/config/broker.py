@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from relax_events.config.base import Positive, Seconds, Section
 
@@ -41,8 +41,8 @@ class BrokerConfig(Section):
     """`embedded` starts a real broker on this machine; otherwise `host:port,host:port`."""
     shards: Positive = 2
     """Partitions for each policy-version slot: how many workers of a role, or trainer ranks, can share one version."""
-    queue_partitions: Positive = 4
-    """Partitions of the prompt queue; bounds the rollout workers of the consumer-group way."""
+    queue_partitions: Positive = 1
+    """Partitions of the prompt queue: one for a share group, which divides it by records; as many as rollout workers for a consumer group."""
     replication_factor: Positive = 1
     """Copies of each partition."""
     lease: Literal["share_group", "consumer_group"] = "share_group"
@@ -77,6 +77,13 @@ class BrokerConfig(Section):
     """File that holds `user:password` for the registry, which may also stand in the environment as `SCHEMA_REGISTRY_LOGIN`."""
     client: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Raw librdkafka settings, for security and tuning. Keys that carry a promise of ours are refused, and so are secrets."""
+
+    @model_validator(mode="after")
+    def _shared_queue_is_whole(self) -> BrokerConfig:
+        if self.lease == "share_group" and self.queue_partitions > 1:
+            rule = f"a share group's queue has one partition, got queue_partitions = {self.queue_partitions}"
+            raise ValueError(f"{rule}; leave out broker.queue_partitions, or set broker.lease = 'consumer_group'")
+        return self
 
     @field_validator("secret_files")
     @classmethod

@@ -171,6 +171,14 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _rollout_workers_have_partitions(self) -> RunConfig:
+        workers, partitions = self.workers.rollout, self.broker.queue_partitions
+        if self.broker.lease == "consumer_group" and workers > partitions:
+            need = f"workers.rollout = {workers} needs broker.queue_partitions >= {workers}, got {partitions}"
+            raise ValueError(f"a worker without a partition gets no prompts: {need}; set broker.queue_partitions or workers.rollout")
+        return self
+
+    @model_validator(mode="after")
     def _ranks_have_shards(self) -> RunConfig:
         if self.trainer.ranks > self.broker.shards:
             ranks = self.trainer.ranks

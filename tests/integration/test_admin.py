@@ -32,7 +32,8 @@ def test_ping_names_address_and_remedy_when_no_broker_answers() -> None:
 
 
 def test_applied_topics_are_those_of_the_plan(admin: Admin, apply_run: Callable[..., RunConfig]) -> None:
-    plan = TopicPlan.of(apply_run(run={"max_staleness": 2}, broker={"shards": 3, "queue_partitions": 5, "compression": "zstd"}))
+    broker = {"shards": 3, "lease": "consumer_group", "queue_partitions": 5, "compression": "zstd"}
+    plan = TopicPlan.of(apply_run(run={"max_staleness": 2}, broker=broker))
     found = admin.topics(plan.topic(""))
     assert found.keys() == {spec.name for spec in plan.specs()}
     for topic in plan.sample_topics():

@@ -13,9 +13,10 @@ from event_samples import committed, published
 from relax_events.broker.admin import Admin
 from relax_events.broker.connection import Connection
 from relax_events.broker.inventory import Inventory
-from relax_events.broker.leases import Lease, ShareLeases
+from relax_events.broker.leases import Lease
 from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord
+from relax_events.broker.share_leases import ShareLeases
 from relax_events.config import RunConfig
 from relax_events.control.runs.deletion import delete_run, plan_deletion, refuse_deletion
 from relax_events.control.runs.details import read_details

@@ -22,13 +22,14 @@ from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import GroupConsumer, LogReader
 from relax_events.broker.credentials import as_principal
 from relax_events.broker.embedded import EmbeddedBroker
-from relax_events.broker.leases import GroupLeases, ShareLeases
+from relax_events.broker.group_leases import GroupLeases
 from relax_events.broker.producer import RecordProducer
 from relax_events.broker.quotas import RATES, QuotaEntity, read_quotas, write_quotas
 from relax_events.broker.records import OutRecord
 from relax_events.broker.security.certificates import make_authority
 from relax_events.broker.security.folder import SecurityFolder
 from relax_events.broker.security.principals import PrincipalAdmin
+from relax_events.broker.share_leases import ShareLeases
 from relax_events.broker.transactions import TransactionalWriter
 from relax_events.cli.broker_security import quota, secure
 from relax_events.config import RunConfig

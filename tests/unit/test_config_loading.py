@@ -122,6 +122,11 @@ def test_object_store_lies_in_the_run_directory_when_not_set(run_file: Path, tmp
             "broker.client: acks carries a delivery promise and can't be overridden; remove it from broker.client",
         ),
         (
+            "broker.queue_partitions=2",
+            ("broker: a share group's queue has one partition, got queue_partitions = 2; "
+            "leave out broker.queue_partitions, or set broker.lease = 'consumer_group'"),
+        ),
+        (
             "trainer.ranks=5",
             "every rank reads shards of its own: trainer.ranks = 5 needs broker.shards >= 5, got 2; set broker.shards or trainer.ranks",
         ),
@@ -205,3 +210,10 @@ def test_config_imports_neither_torch_nor_kafka() -> None:
     heavy = ("torch", "confluent_kafka", "numpy", "fastavro", "obstore")
     code = f"import sys, relax_events.config; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout.strip() == "[]"
+
+
+def test_rollout_workers_are_no_more_than_partitions_of_a_queue_that_a_consumer_group_shares(run_file: Path) -> None:
+    queue = ("broker.lease=consumer_group", "workers.rollout=3")
+    text = "a worker without a partition gets no prompts: workers.rollout = 3 needs broker.queue_partitions >= 3, got 2"
+    assert error_of(run_file, *queue, "broker.queue_partitions=2") == f"{text}; set broker.queue_partitions or workers.rollout"
+    assert load(run_file, *queue, "broker.queue_partitions=3").broker.queue_partitions == 3

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from relax_events.broker import leases
+from relax_events.broker import group_leases, share_leases
 from relax_events.broker.connection import Connection
-from relax_events.broker.leases import GroupLeases, Lease, ShareLeases
+from relax_events.broker.group_leases import GroupLeases
+from relax_events.broker.leases import Lease
 from relax_events.broker.records import Record
 from relax_events.broker.refusals import Refusals
+from relax_events.broker.share_leases import ShareLeases
 from relax_events.config.broker import BrokerConfig
 from relax_events.errors import ClientFailed
 
@@ -94,7 +96,7 @@ class Consumers:
 
 
 def lane_of(consumers: Consumers, monkeypatch: pytest.MonkeyPatch, taken: list[Lease]) -> ShareLeases:
-    monkeypatch.setattr(leases, "ShareConsumer", consumers)
+    monkeypatch.setattr(share_leases, "ShareConsumer", consumers)
     connection = Connection.of(BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test")
     return ShareLeases(connection, group="group", topic="queue", lanes=1, on_lease=taken.append)
 
@@ -143,7 +145,7 @@ def test_queue_of_a_consumer_group_ends_its_worker_when_its_client_failed(monkey
         def close(self) -> None:
             """Nothing to leave."""
 
-    monkeypatch.setattr(leases, "GroupConsumer", Failing)
+    monkeypatch.setattr(group_leases, "GroupConsumer", Failing)
     denied = threading.Event()
     monkeypatch.setattr(Refusals, "deny", lambda self, error, deny=Refusals.deny: (deny(self, error), denied.set()))
     connection = Connection.of(BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test")

@@ -59,7 +59,8 @@ _GROUPS = {
     "group.share.heartbeat.interval.ms": 500,
     "group.share.min.record.lock.duration.ms": 1000,
     "group.share.max.record.lock.duration.ms": _HOUR_MILLISECONDS,
-    "group.share.max.delivery.count.limit": 25,
+    "group.share.partition.max.record.locks": 10_000,
+    "group.share.max.partition.max.record.locks": 10_000,
     "transaction.max.timeout.ms": 900_000,
 }
 _OWN_KEYS = frozenset(

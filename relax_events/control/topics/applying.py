@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-import structlog
-
 from relax_events.broker.admin import Admin, TopicState
 from relax_events.config import RunConfig
 from relax_events.errors import BrokerRefused
@@ -14,7 +12,8 @@ from relax_events.topics import TopicPlan, TopicSpec
 from relax_events.topics.plan import CONSUMER_ROLES
 
 FOREVER = -1
-DELIVERY_LIMITS = (25, 10)
+DELIVERY_LIMIT = 10
+"""As many as brokers allow: after so many the broker drops a prompt group without a word."""
 """Deliveries after which the broker drops a prompt group: the most that ours allows, else that others do, so that a worker gives it up before."""
 DANGERS = {
     "partitions": "more partitions: records that lie in a topic already stay where no reader looks for them any more",
@@ -27,7 +26,6 @@ DANGERS = {
 EXTRA_OF_THE_RUN = "reward.scores."
 """Rescoring makes topics of this name; they belong to the run though no run file plans them, and go when it goes."""
 
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +174,7 @@ def apply_groups(config: RunConfig, plan: TopicPlan, admin: Admin) -> None:
         "share.auto.offset.reset": "earliest",
         "share.isolation.level": "read_committed",
         "share.record.lock.duration.ms": str(int(config.broker.lease_seconds * 1000)),
+        "share.delivery.count.limit": str(DELIVERY_LIMIT),
     }
     if config.is_replay:
         return  # its trainer commits no offsets on its source's topics, and nobody else reads samples
@@ -184,10 +183,3 @@ def apply_groups(config: RunConfig, plan: TopicPlan, admin: Admin) -> None:
         admin.alter_group(plan.consumer_group(role), timings)
     if queue_is_shared:
         admin.alter_group(plan.consumer_group("rollout"), share)
-        for limit in DELIVERY_LIMITS:
-            try:
-                admin.alter_group(plan.consumer_group("rollout"), {"share.delivery.count.limit": str(limit)})
-            except BrokerRefused as error:
-                log.info("deliveries.limited", error=str(error), text="the broker drops a prompt group after fewer deliveries")
-            else:
-                break
