@@ -5,7 +5,7 @@ BIN := .venv/bin
 UV := $(BIN)/uv
 INSTALL := $(UV) pip install --compile-bytecode --quiet --python $(BIN)/python --no-deps
 
-.PHONY: help setup sglang quickstart test test-fast faults soak lint lock bench stack stack-down stack-faults clean
+.PHONY: help setup sglang quickstart test test-fast faults soak lint lock bench stack stack-alerts stack-down stack-faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -71,6 +71,7 @@ lock: ## Resolve the requirements anew
 	$(COMPILE) pyproject.toml requirements/build.in --extra model --extra media --extra tasks --extra rewards --extra registry --extra security --extra test --override requirements/overrides.txt -o requirements/lock.txt
 	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --constraint requirements/lock.txt -o requirements/light.txt
 	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --extra model --constraint requirements/lock.txt --override requirements/overrides.txt -o requirements/cpu.txt
+	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --extra model --constraint requirements/lock.txt -o requirements/cuda.txt
 	$(COMPILE) pyproject.toml requirements/build.in --extra jdk --constraint requirements/lock.txt -o requirements/jdk.txt
 	$(COMPILE) pyproject.toml requirements/build.in --extra lint --constraint requirements/lock.txt -o requirements/lint.txt
 	mkdir -p .relax && sed -n '/^[a-z].*==/{s/ \\$$//;p}' requirements/lock.txt | grep -v ^antlr4 > .relax/constraints.txt # math-verify and hydra-core need different ones
@@ -84,6 +85,9 @@ stack: setup ## Bring up the container stack, wait until the run has reached its
 
 stack-down: setup ## Take the stack's containers down; what they wrote stays (make stack-down VOLUMES=--volumes deletes it)
 	$(BIN)/python -m stack.run down $(VOLUMES)
+
+stack-alerts: setup ## Hold faults in the running stack until the alerts fire, and see them clear
+	$(BIN)/python -m stack.alerts
 
 stack-faults: setup ## Break every part of the running stack in turn, and measure how long the run needs to be over it
 	$(BIN)/python -m stack.faults

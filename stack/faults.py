@@ -26,14 +26,15 @@ RUN_FILES = ROOT / ".relax" / "stack"
 RUN_FILE = "configs/faults.toml"
 HELD_SECONDS = 10.0
 """How long a part is paused or cut off: longer than a session lasts, which is 6 s."""
+MORE_WORKERS, SCALED_SECONDS = 3, 40.0
 BOUND_SECONDS = 180.0
 START_SECONDS = 600.0
 ENDLESS = 1_000_000
 STEPS_LEFT = 50
 NETWORK = f"{PROJECT}_default"
 QUESTION = f"""The quickstart's task in containers, and one fault after the other: a service is killed, frozen for {HELD_SECONDS:g} s, taken off the
-network for {HELD_SECONDS:g} s, or stopped in peace and started again. Seconds from the end of the fault to the first committed train step
-whose prompts were issued after it; what others hold ready is trained meanwhile."""
+network for {HELD_SECONDS:g} s, stopped in peace and started again, or given two workers more for {SCALED_SECONDS:g} s. Seconds from the end of
+the fault to the first committed train step whose prompts were issued after it; what others hold ready is trained meanwhile."""
 WORKERS = ("controller", "metrics", "prompter", "rollout", "reward", "reference", "actor-forward", "advantage", "trainer")
 
 
@@ -74,7 +75,16 @@ def restart(engine: Engine, service: str) -> None:
     engine.compose("restart", service)
 
 
-FAULTS: dict[str, Callable[[Engine, str], None]] = {"kill": kill, "pause": pause, "disconnect": disconnect, "restart": restart}
+def scale(engine: Engine, service: str) -> None:
+    """Give a role two workers more, and take them away again after a while."""
+    for num_workers in (MORE_WORKERS, 1):
+        engine.compose("up", "--detach", "--no-build", "--no-deps", "--no-recreate", "--scale", f"{service}={num_workers}", service)
+        time.sleep(SCALED_SECONDS if num_workers > 1 else 0)
+
+
+FAULTS: dict[str, Callable[[Engine, str], None]] = {"kill": kill, "pause": pause, "disconnect": disconnect, "restart": restart, "scale": scale}
+SCALED = ("rollout", "reward", "reference", "actor-forward", "advantage")
+"""Roles that may have several workers."""
 
 
 class FaultRun:
@@ -172,7 +182,7 @@ def inject_all(services: Sequence[str], faults: Sequence[str]) -> None:
     provide_images(engine, Stopwatch())
     run = FaultRun(engine)
     run.start()
-    injected = [run.inject(fault, service) for service in services for fault in faults]
+    injected = [run.inject(fault, service) for service in services for fault in faults if fault != "scale" or service in SCALED]
     ledger = run.finish()
     print(ledger)
     write_report(injected, ledger, run.num_steps)

@@ -22,7 +22,7 @@ from stack.engine import COMPOSE_FILE, ROOT, Engine, StackError, run
 BASE_IMAGE = os.environ.get("BASE_IMAGE", "debian:bookworm-slim")
 SUITE = "bookworm"
 CA_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
-OURS = {"light": "LIGHT_IMAGE", "cpu": "MODEL_IMAGE"}
+OURS = {"light": "LIGHT_IMAGE", "model": "MODEL_IMAGE"}
 OTHERS = {"kafka": "KAFKA_IMAGE", "prometheus": "PROMETHEUS_IMAGE", "alertmanager": "ALERTMANAGER_IMAGE"}
 BUILD_SECONDS = 1800.0
 PULL_SECONDS = 300.0

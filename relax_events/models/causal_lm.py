@@ -18,14 +18,20 @@ def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
     """Turn `auto` into this rank's GPU, or the CPU where there is none; take any other name as it is.
 
     Raises:
-        ConfigError: torch knows no such device; the text names it.
+        ConfigError: torch knows no such device, or there is none here; the text names it.
     """
+    num_gpus = torch.cuda.device_count()
     if name == "auto":
-        return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        return torch.device("cuda", local_rank) if num_gpus else torch.device("cpu")
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"model.device = {name!r} is no device that torch knows ({error}); set model.device = 'auto'") from error
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        build = "with CUDA" if torch.backends.cuda.is_built() else "without CUDA"
+        reason = f"torch {torch.__version__}, built {build}, sees {num_gpus} of them"
+        raise ConfigError(f"model.device = {name!r} asks for a GPU that is not here: {reason}; give the process one, or set model.device = 'auto'")
+    return device
 
 
 def load_causal_lm(

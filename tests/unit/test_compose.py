@@ -79,7 +79,7 @@ def test_worker_starts_after_topics_and_model_and_again_when_it_dies(name: str) 
 def test_image_asks_the_worker_how_it_is_runs_as_nobody_special_and_hands_signals_on() -> None:
     text = (COMPOSE / "Dockerfile").read_text()
     stages = re.findall(r"^FROM \S+ AS (\S+)$", text, re.MULTILINE)
-    assert {service["build"]["target"] for service in OURS.values()} == {"light", "cpu"} <= set(stages)
+    assert {service["build"]["target"] for service in OURS.values()} == {"light", "model"} <= set(stages)
     assert re.search(r'^USER relax\b.*^ENTRYPOINT \["relax"\]$', text, re.MULTILINE | re.DOTALL)
     assert re.search(r'^HEALTHCHECK .* CMD \["relax", "health"\]$', text, re.MULTILINE)
     assert text.count("--require-hashes") == 2
@@ -92,13 +92,36 @@ def test_roles_of_the_light_image_load_no_model_library() -> None:
     assert (sorted(roles), asked.stdout.strip()) == (["advantage", "controller", "metrics", "prompter", "reward"], "[]")
 
 
+def pins(file: str) -> set[str]:
+    return set(re.findall(r"^[a-z0-9-]+==[^ ;\\]+", (ROOT / "requirements" / file).read_text(), re.MULTILINE))
+
+
 @pytest.mark.parametrize("name", ["light", "cpu"])
 def test_image_has_the_pins_of_the_lock_file(name: str) -> None:
-    def pins(file: str) -> set[str]:
-        return set(re.findall(r"^[a-z0-9-]+==[^ ;\\]+", (ROOT / "requirements" / file).read_text(), re.MULTILINE))
-
     assert pins(f"{name}.txt") - pins("lock.txt") == set()
     assert any(pin.startswith("torch==") for pin in pins(f"{name}.txt")) == (name == "cpu")
+
+
+def test_image_for_gpus_has_the_lock_files_pins_and_what_only_cuda_opens() -> None:
+    assert {pin.partition("==")[0] for pin in pins("cuda.txt") - pins("lock.txt")} == {"nvidia-cusolver", "nvidia-nvtx", "triton"}
+
+
+def test_gpus_are_reserved_for_the_services_that_run_the_model() -> None:
+    overlay = yaml.safe_load((COMPOSE / "gpu.yml").read_text())["services"]
+    assert set(overlay) == {name for name, service in OURS.items() if service["build"]["target"] == "model"}
+    for service in overlay.values():
+        assert service["build"]["args"]["ACCELERATOR"] == "cuda"
+        assert service["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+
+
+def test_cluster_of_three_keeps_every_record_three_times() -> None:
+    overlay = yaml.safe_load((COMPOSE / "cluster.yml").read_text())["services"]
+    brokers = {name: {**SERVICES["kafka"]["environment"], **overlay[name]["environment"]} for name in ("kafka", "kafka-2", "kafka-3")}
+    assert [settings["KAFKA_NODE_ID"] for settings in brokers.values()] == ["1", "2", "3"]
+    assert all(settings["KAFKA_ADVERTISED_LISTENERS"] == f"PLAINTEXT://{name}:9092" for name, settings in brokers.items())
+    factors = {value for settings in brokers.values() for key, value in settings.items() if key.endswith("REPLICATION_FACTOR")}
+    assert factors == {overlay[name]["environment"]["RELAX_BROKER__REPLICATION_FACTOR"] for name in overlay.keys() - brokers.keys()} == {"3"}
+    assert overlay.keys() - brokers.keys() == {*WORKERS, "topics", "relax"}
 
 
 def test_broker_grants_leases_as_long_as_a_run_may_ask_for() -> None:

@@ -20,4 +20,4 @@ def test_image_is_the_compose_files_unless_it_is_chosen(monkeypatch: pytest.Monk
     assert default_of("${KAFKA_IMAGE:-apache/kafka:4.3.1}") == image_names()["kafka"] == "apache/kafka:4.3.1"
     monkeypatch.setenv("KAFKA_IMAGE", "registry.example/kafka:4")
     assert image_names()["kafka"] == "registry.example/kafka:4"
-    assert set(image_names()) == {"light", "cpu", "kafka", "prometheus", "alertmanager"}
+    assert set(image_names()) == {"light", "model", "kafka", "prometheus", "alertmanager"}

@@ -1,0 +1,166 @@
+"""Holds faults in a running stack until somebody is woken, then mends them: `make stack-alerts`.
+
+For each fault: the alert that should fire does, on the stack's Prometheus; no other does; and it clears once the fault is over. At the end
+the run is brought to its goal and the ledger is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks import report
+from stack.engine import Engine, StackError, exit_code_of, open_engine
+from stack.faults import FaultRun
+from stack.images import Stopwatch, provide_images
+from stack.prometheus import ask
+
+FIRES_SECONDS, CLEARS_SECONDS = 600.0, 900.0
+TURN_SECONDS = 2.0
+QUESTION = """The quickstart's task in containers, and one fault after the other, each held until Prometheus fires the alert that names it, then
+mended. Seconds from the fault to the alert, and from its end until no alert fires any more."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A fault that is held until somebody is woken."""
+
+    name: str
+    alert: str
+    role: str
+    begin: Callable[[Engine], object]
+    end: Callable[[Engine], object]
+
+    @property
+    def woken_by(self) -> str:
+        """The alert, with the role it names."""
+        return f"{self.alert} {self.role}".strip()
+
+
+def stopped(service: str, alert: str, *, role: str = "") -> Held:
+    """A service that somebody has stopped."""
+    return Held(f"{service} stopped", alert, role, lambda engine: engine.compose("stop", service), lambda engine: engine.compose("start", service))
+
+
+def frozen(service: str, alert: str, *, role: str = "") -> Held:
+    """A service that hangs."""
+    return Held(f"{service} frozen", alert, role, lambda engine: engine.compose("pause", service), lambda engine: engine.compose("unpause", service))
+
+
+ONE_EACH = ("prompter", "rollout", "reward", "reference", "actor-forward", "advantage", "trainer")
+HELD = (
+    *(stopped(role, "RelaxRoleWithoutWorker", role=role) for role in ONE_EACH),
+    frozen("reward", "RelaxRoleWithoutWorker", role="reward"),
+    stopped("controller", "RelaxControllerUnseen"),
+    stopped("kafka", "RelaxRunStalled"),
+)
+
+
+@dataclass(frozen=True)
+class Woken:
+    """What a held fault did."""
+
+    held: Held
+    fired_seconds: float
+    cleared_seconds: float
+
+
+def firing() -> set[str]:
+    """Return the alerts that fire, each with the role it names.
+
+    Raises:
+        StackError: Prometheus does not answer.
+    """
+    alerts = [alert["labels"] for alert in ask("alerts")["alerts"] if alert["state"] == "firing"]
+    return {f"{labels['alertname']} {labels.get('role', '')}".strip() for labels in alerts}
+
+
+def hold(engine: Engine, held: Held) -> Woken:
+    """Hold a fault until its alert fires, mend it, and wait until none fires.
+
+    Raises:
+        StackError: It did not fire, did not clear, or another one fired.
+    """
+    print(f"{held.name:<24}", end="", flush=True)
+    if early := firing():
+        raise StackError(f"{held.name}: {', '.join(sorted(early))} fires before the fault")
+    started = time.monotonic()
+    held.begin(engine)
+    try:
+        fired = _seconds_until(lambda: held.woken_by in _expected(held), started, FIRES_SECONDS, what=f"{held.name}: {held.woken_by} fires")
+    finally:
+        held.end(engine)
+    mended = time.monotonic()
+    cleared = _seconds_until(lambda: not _expected(held), mended, CLEARS_SECONDS, what=f"{held.name}: {held.woken_by} clears")
+    print(f"{held.woken_by:<40} fired after {fired:4.0f} s, cleared after {cleared:4.0f} s", flush=True)
+    return Woken(held, fired, cleared)
+
+
+def _expected(held: Held) -> set[str]:
+    """Return what fires, which nothing may but the alert that is waited for."""
+    found = firing()
+    if others := found - {held.woken_by}:
+        raise StackError(f"{held.name}: {', '.join(sorted(others))} fired, where only {held.woken_by} should")
+    return found
+
+
+def _seconds_until(condition: Callable[[], bool], started: float, bound: float, *, what: str) -> float:
+    while not condition():
+        if time.monotonic() - started > bound:
+            raise StackError(f"{what}: not within {bound:g} s")
+        time.sleep(TURN_SECONDS)
+    return time.monotonic() - started
+
+
+def write_report(woken: list[Woken], ledger: str, num_steps: int) -> None:
+    """Write docs/benchmarks/stack-alerts.md."""
+    rows = [
+        {
+            "fault": one.held.name,
+            "alert": one.held.woken_by,
+            "fired after, s": f"{one.fired_seconds:.0f}",
+            "cleared after, s": f"{one.cleared_seconds:.0f}",
+        }
+        for one in woken
+    ]
+    report.write(
+        "stack-alerts",
+        title="Alerts in the running stack",
+        question=QUESTION,
+        command=" ".join(["python -m stack.alerts", *sys.argv[1:]]),
+        conclusion=f"{len(woken)} faults in {num_steps} train steps: each fired its alert and no other, and each alert cleared. The run then went on "
+        "to its goal, and the ledger is clean.",
+        rows=rows,
+        data={"woken": rows, "ledger": ledger},
+    )
+
+
+def hold_all(chosen: list[Held]) -> None:
+    """Start a run, hold each fault in turn, bring the run to its goal, and write the report.
+
+    Raises:
+        StackError: An image, the start, an alert, the run or the ledger failed.
+    """
+    engine = open_engine()
+    provide_images(engine, Stopwatch())
+    run = FaultRun(engine)
+    run.start()
+    woken = [hold(engine, held) for held in chosen]
+    ledger = run.finish()
+    print(ledger)
+    write_report(woken, ledger, run.num_steps)
+
+
+def main() -> int:
+    """Hold what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", nargs="+", metavar="FAULT", choices=[held.name for held in HELD], default=[held.name for held in HELD])
+    names = parser.parse_args().faults
+    return exit_code_of(lambda: hold_all([held for held in HELD if held.name in names]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

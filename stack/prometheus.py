@@ -1,0 +1,34 @@
+"""Asks the stack's Prometheus."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any
+
+from stack.engine import StackError
+
+PROMETHEUS = f"http://127.0.0.1:{os.environ.get('PROMETHEUS_PORT', '9090')}"
+ANSWER_SECONDS = 30.0
+
+
+def ask(what: str, **parameters: object) -> Any:
+    """Return the data of an answer of Prometheus' HTTP interface.
+
+    Args:
+        what: The path below `/api/v1/`.
+        parameters: Of the query.
+    Raises:
+        StackError: It did not answer, or refused.
+    """
+    url = f"{PROMETHEUS}/api/v1/{what}?{urllib.parse.urlencode(parameters)}"
+    try:
+        with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as answer:
+            return json.load(answer)["data"]
+    except urllib.error.HTTPError as error:
+        raise StackError(f"{url}: {error.read().decode(errors='replace')}") from None
+    except OSError as error:
+        raise StackError(f"Prometheus does not answer at {PROMETHEUS}: {error}; PROMETHEUS_PORT says where it is") from None
