@@ -146,6 +146,7 @@ def test_choose_device_names_what_torch_does_not_know():
 @pytest.mark.parametrize(("name", "num_gpus"), [("cuda", 0), ("cuda:1", 1)])
 def test_choose_device_refuses_a_gpu_that_is_not_here(name: str, num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    with pytest.raises(ConfigError, match=rf"model.device = '{name}' asks for a GPU that is not here: torch .* sees {num_gpus} of them; give the process one"):
+    text = rf"model.device = '{name}' asks for a GPU that is not here: torch .* sees {num_gpus} of them; give the process one"
+    with pytest.raises(ConfigError, match=text):
         choose_device(name)
     assert choose_device("auto", local_rank=0).type == ("cuda" if num_gpus else "cpu")
