@@ -40,6 +40,25 @@ def start(
 
 
 @app.command
+def format(directory: Path, *, credentials: Path, cluster_id: str, node_id: int = 1) -> None:  # noqa: A001 the name of the command
+    """Prepare the empty disk of a broker that is not ours to start, so that its super user can log in; one that is formatted stays as it is.
+
+    Example: relax broker format /var/lib/kafka/data --credentials .relax/security --cluster-id 5L6g3nShT-eMCtK--X86sw
+
+    Args:
+        directory: The broker's log folder.
+        credentials: A folder made by `relax broker secure`.
+        cluster_id: What all brokers of the cluster share.
+        node_id: The broker's number among them.
+    """
+    from relax_events.broker.embedded.security import first_users
+    from relax_events.broker.embedded.storage import ensure_formatted
+    from relax_events.broker.security.folder import SecurityFolder
+
+    ensure_formatted(directory, users=first_users(SecurityFolder(credentials.absolute())), node_id=node_id, cluster_id=cluster_id)
+
+
+@app.command
 def stop(*, directory: Directory = _DEFAULT_DIRECTORY, timeout_seconds: float = 20.0) -> None:
     """Shut the broker down cleanly; its records and its port stay for the next start.
 

@@ -12,6 +12,7 @@ import orjson
 from relax_events.broker.connection import Connection
 from relax_events.broker.credentials import environment_of
 from relax_events.broker.quotas import QuotaEntity, write_quotas
+from relax_events.broker.security.compose import stack_overlay
 from relax_events.broker.security.folder import ADMIN, LOCAL, SecurityFolder, read_secret, write_private
 from relax_events.broker.security.principals import PrincipalAdmin, SecurityChanges
 from relax_events.broker.security.settings import admin_security, broker_security
@@ -54,6 +55,7 @@ def make_folder(config: RunConfig, path: Path, *, hosts: Sequence[str] = (), lif
         written.append(folder.password_file(ADMIN))
     texts = {folder.environment_file(user): _environment_text(folder, user) for user in users}
     texts[folder.acl_file(config.run.id)] = orjson.dumps([acl.as_dict() for acl in rights_of(config)], option=orjson.OPT_INDENT_2)
+    texts[folder.overlay_file(config.run.id)] = orjson.dumps(stack_overlay(folder, config.run.id), option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS)
     texts[folder.properties_file] = _properties_text(folder)
     texts[folder.path / "security.toml"] = _overlay_text(folder)
     return written + [file for file, text in texts.items() if _write_if_new(file, text)]

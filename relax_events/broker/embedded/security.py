@@ -41,8 +41,17 @@ class NodeSecurity:
         }
 
     def first_users(self) -> list[ScramCredential]:
-        """Return who can log in from the first moment: the super user, who makes all others."""
-        return [ScramCredential.of(ADMIN, read_secret(self.folder.password_file(ADMIN), key="broker.credentials"))]
+        """See `first_users`."""
+        return first_users(self.folder)
+
+
+def first_users(folder: SecurityFolder) -> list[ScramCredential]:
+    """Return who can log in to a broker from its first moment: the super user, who makes all others.
+
+    Raises:
+        ConfigError: The folder has no password for it.
+    """
+    return [ScramCredential.of(ADMIN, read_secret(folder.password_file(ADMIN), key="broker.credentials"))]
 
 
 def kept_credentials(given: Path | None, recorded: str | None, *, data: Path) -> Path | None:

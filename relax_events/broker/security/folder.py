@@ -6,6 +6,7 @@
     clients/<user>.env  what a worker needs in its environment
     acls/<run>.json     who may do what
     broker.properties   settings for a cluster of your own
+    compose/<run>.json  an overlay for the container stack
 
 `BROKER_PASSWORD` in the environment stands in for a password file where there is none.
 """
@@ -61,6 +62,10 @@ class SecurityFolder:
         """Return where a run's permissions are listed."""
         return self.path / "acls" / f"{run_id}.json"
 
+    def overlay_file(self, run_id: str) -> Path:
+        """Return the overlay that secures a run in the container stack."""
+        return self.path / "compose" / f"{run_id}.json"
+
     @property
     def properties_file(self) -> Path:
         """Settings for the brokers of a cluster."""
@@ -94,7 +99,7 @@ class SecurityFolder:
     def forget(self, run_id: str) -> list[Path]:
         """Delete the files of a run, which are of no use once the cluster has forgotten its users; return them."""
         users = self.usernames(run_id)
-        files = [*map(self.environment_file, users), self.acl_file(run_id), *map(self.password_file, users)]
+        files = [*map(self.environment_file, users), self.acl_file(run_id), self.overlay_file(run_id), *map(self.password_file, users)]
         there = [file for file in files if file.exists()]
         for file in there:
             file.unlink()

@@ -11,15 +11,15 @@ CLIENTS, INTERNAL, CONTROLLER = "SASL_SSL", "INTERNAL", "CONTROLLER"
 """Names of the listeners; the first is where our clients connect."""
 
 
-def broker_security(folder: SecurityFolder, *, key_file: Path) -> dict[str, str]:
-    """Return the `server.properties` of a secured broker, addresses apart.
+def broker_security(folder: SecurityFolder, *, key_file: Path, clients: str = CLIENTS) -> dict[str, str]:
+    """Return the `server.properties` of a secured broker, addresses apart; `clients` is what the listener is called where they connect.
 
     Clients prove themselves by password; brokers and controllers by their certificate, so that no password lies in a
     broker's settings and a changed one never locks a broker out of its own cluster.
     """
-    scram = f"listener.name.{CLIENTS.lower()}.{MECHANISM.lower()}"
+    scram = f"listener.name.{clients.lower()}.{MECHANISM.lower()}"
     return {
-        "listener.security.protocol.map": f"{CONTROLLER}:SSL,{INTERNAL}:SSL,{CLIENTS}:SASL_SSL",
+        "listener.security.protocol.map": f"{CONTROLLER}:SSL,{INTERNAL}:SSL,{clients}:SASL_SSL",
         "controller.listener.names": CONTROLLER,
         "inter.broker.listener.name": INTERNAL,
         f"listener.name.{INTERNAL.lower()}.ssl.client.auth": "required",
