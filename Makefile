@@ -5,7 +5,7 @@ BIN := .venv/bin
 UV := $(BIN)/uv
 INSTALL := $(UV) pip install --compile-bytecode --quiet --python $(BIN)/python --no-deps
 
-.PHONY: help setup sglang quickstart test test-fast faults soak lint lock bench stack stack-alerts stack-down stack-faults clean
+.PHONY: help setup sglang quickstart test test-fast faults soak lint lock bench stack stack-alerts stack-mistakes stack-down stack-faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -88,6 +88,9 @@ stack-down: setup ## Take the stack's containers down; what they wrote stays (ma
 
 stack-alerts: setup ## Hold faults in the running stack until the alerts fire, and see them clear
 	$(BIN)/python -m stack.alerts
+
+stack-mistakes: setup ## Make mistakes with the stack, and see what is said
+	$(BIN)/python -m stack.mistakes
 
 stack-faults: setup ## Break every part of the running stack in turn, and measure how long the run needs to be over it
 	$(BIN)/python -m stack.faults

@@ -15,9 +15,9 @@ BYTES_PER_TOKEN = 13  # int32 token, uint8 mask, two float32
 SAMPLES_PER_PROMPT = 8
 
 
-def arrays(num_tokens: int) -> dict[str, NDArray[Any]]:
+def arrays(num_tokens: int, *, seed: int = 0) -> dict[str, NDArray[Any]]:
     """Return the arrays of a sample; random, so that nothing can compress them."""
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(seed)
     return {
         "tokens": generator.integers(0, 150_000, num_tokens).astype(np.int32),
         "loss_mask": np.ones(num_tokens, np.uint8),

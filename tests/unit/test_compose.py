@@ -114,6 +114,14 @@ def test_gpus_are_reserved_for_the_services_that_run_the_model() -> None:
         assert service["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
 
 
+def test_bucket_is_known_to_all_that_open_the_object_store() -> None:
+    overlay = yaml.safe_load((COMPOSE / "s3.yml").read_text())["services"]
+    assert overlay.keys() == {*WORKERS, "relax"}
+    for service in overlay.values():
+        assert service["environment"] == {"RELAX_OBJECTS__URI": "${OBJECTS_URI}"}
+        assert service["env_file"] == ["${OBJECTS_ENV_FILE:-./secrets/objects.env}"]
+
+
 def test_cluster_of_three_keeps_every_record_three_times() -> None:
     overlay = yaml.safe_load((COMPOSE / "cluster.yml").read_text())["services"]
     brokers = {name: {**SERVICES["kafka"]["environment"], **overlay[name]["environment"]} for name in ("kafka", "kafka-2", "kafka-3")}

@@ -1,0 +1,163 @@
+"""Makes the mistakes that people make with the stack, and shows what they are told: `make stack-mistakes`.
+
+Each is one command on the stack's images and its broker, and has to end at once, with a text that names the thing and the remedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import report
+from stack.engine import ROOT, Engine, StackError, exit_code_of, open_engine
+from stack.images import Stopwatch, provide_images
+
+RUN_FILE = "configs/quickstart.toml"
+BOUND_SECONDS = 90.0
+QUESTION = "A mistake in the stack's settings or surroundings, one command each, and what the person who made it reads."
+OVER_EXISTING = ("--file", str(ROOT / "compose" / "existing-cluster.yml"))
+OVER_GPU = ("--file", str(ROOT / "compose" / "gpu.yml"))
+PROJECT = "relax-mistakes"
+"""Apart from a stack that is up."""
+ONCE = ("run", "--rm", "--no-deps", "-T")
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A command that must fail, and a pattern of what it must say."""
+
+    name: str
+    says: str
+    make: Callable[[Engine, Path], str]
+
+
+def refused(engine: Engine, *words: str) -> str:
+    """Run a compose command that must fail, and return what it said.
+
+    Raises:
+        StackError: It did not.
+    """
+    try:
+        engine.compose(*words, seconds=BOUND_SECONDS)
+    except StackError as error:
+        return str(error)
+    raise StackError(f"{' '.join(words)} was accepted")
+
+
+def a_port_is_taken(engine: Engine, folder: Path) -> str:
+    """Start Prometheus where something listens already."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        engine.settings["PROMETHEUS_PORT"] = str(server.getsockname()[1])
+        try:
+            return refused(engine, "up", "--detach", "--no-deps", "--force-recreate", "prometheus")
+        finally:
+            del engine.settings["PROMETHEUS_PORT"]
+
+
+def with_secrets(password: str | None, *, authority: bool = True) -> Callable[[Engine, Path], str]:
+    """Return a mistake with the secrets of an existing cluster; None is a password that is not there."""
+
+    def make(engine: Engine, folder: Path) -> str:
+        files = {"BROKER_PASSWORD_FILE": folder / "password", "BROKER_CA_FILE": folder / "ca.pem"}
+        if password is not None:
+            files["BROKER_PASSWORD_FILE"].write_text(password)
+        if authority:
+            files["BROKER_CA_FILE"].write_text("no certificate")
+        for file in folder.iterdir():
+            file.chmod(0o644)
+        before = dict(engine.settings)
+        engine.settings |= {name: str(file) for name, file in files.items()}
+        try:
+            return refused(engine, *OVER_EXISTING, *ONCE, "relax", "topics", "plan", RUN_FILE)
+        finally:
+            engine.settings.clear()
+            engine.settings |= before
+
+    return make
+
+
+MISTAKES = (
+    Mistake("port taken", r"(address already in use|port is already allocated)", a_port_is_taken),
+    Mistake("secret missing", r"password", with_secrets(None)),
+    Mistake("secret empty", r"broker\.password_file: /run/secrets/broker_password is empty; write the secret into it", with_secrets("")),
+    Mistake("authority that is none", r"broker\.ca_file", with_secrets("a password")),
+    Mistake(
+        "no broker",
+        r"no broker answered at kafka-9:9092 within .*; start it, or set broker\.bootstrap_servers",
+        lambda engine, folder: refused(engine, *ONCE, "-e", "RELAX_BROKER__BOOTSTRAP_SERVERS=kafka-9:9092", "relax", "topics", "plan", RUN_FILE),
+    ),
+    Mistake(
+        "run file missing",
+        r"configs/missing\.toml",
+        lambda engine, folder: refused(engine, *ONCE, "relax", "topics", "plan", "configs/missing.toml"),
+    ),
+    Mistake(
+        "volume read-only",
+        r"(Read-only file system|can't be written)",
+        lambda engine, folder: refused(engine, *ONCE, "-v", f"{folder}:/srv/relax/.relax:ro", "model", "models", "prepare", RUN_FILE),
+    ),
+    Mistake(
+        "GPU asked of the image for a CPU",
+        r"model\.device = 'cuda' asks for a GPU that is not here: .*; give the process one, or set model\.device = 'auto'",
+        lambda engine, folder: refused(engine, *ONCE, "trainer", "worker", "trainer", RUN_FILE, "model.device=cuda"),
+    ),
+    Mistake(
+        "GPU asked of a machine without one",
+        r"could not select device driver",
+        lambda engine, folder: refused(engine, *OVER_GPU, *ONCE, "trainer", "worker", "trainer", RUN_FILE),
+    ),
+)
+
+
+def make_all() -> None:
+    """Make every mistake, check what is said, and write the report.
+
+    Raises:
+        StackError: One did not fail, took too long, or said something else.
+    """
+    engine = open_engine()
+    names = provide_images(engine, Stopwatch())
+    engine.settings |= {"GPU_IMAGE": names["model"], "COMPOSE_PROJECT_NAME": PROJECT}
+    try:
+        rows = [_made(engine, mistake) for mistake in MISTAKES]
+    finally:
+        engine.compose("down", "--volumes")
+    report.write(
+        "stack-mistakes",
+        title="Mistakes with the stack",
+        question=QUESTION,
+        command="python -m stack.mistakes",
+        conclusion=f"All {len(rows)} are refused by name, none takes longer than {max(float(row['seconds']) for row in rows):.0f} s.",
+        rows=rows,
+        data={"mistakes": rows},
+    )
+
+
+def _made(engine: Engine, mistake: Mistake) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        started = time.monotonic()
+        told = mistake.make(engine, Path(folder))
+    line = next((line for line in told.splitlines() if re.search(mistake.says, line)), None)
+    if line is None:
+        raise StackError(f"{mistake.name}: nothing said matches {mistake.says!r}:\n{told}")
+    seconds = f"{time.monotonic() - started:.1f}"
+    print(f"{mistake.name:<36}{seconds:>6} s  {line.strip()}", flush=True)
+    return {"mistake": mistake.name, "what it says": line.strip().replace(folder, "FOLDER"), "seconds": seconds}
+
+
+def main() -> int:
+    """Make them all."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    return exit_code_of(make_all)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
