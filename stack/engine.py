@@ -31,10 +31,11 @@ class StackError(Exception):
 
 @dataclass
 class Engine:
-    """Runs `docker` and compose. `settings` are the environment variables that the compose file knows."""
+    """Runs `docker` and compose. `settings` are the environment variables that the compose file knows, `overlays` files laid over it."""
 
     host: str = ""
     settings: dict[str, str] = field(default_factory=dict)
+    overlays: list[Path] = field(default_factory=list)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -52,7 +53,8 @@ class Engine:
 
     def compose(self, *words: str, seconds: float = COMMAND_SECONDS, check: bool = True) -> str:
         """Run a compose command on the stack; see `docker`."""
-        return run([*compose_command(), "--file", str(COMPOSE_FILE), *words], self.environment, seconds=seconds, check=check)
+        files = [word for file in (COMPOSE_FILE, *self.overlays) for word in ("--file", str(file))]
+        return run([*compose_command(), *files, *words], self.environment, seconds=seconds, check=check)
 
     def relax(self, *words: str, seconds: float = COMMAND_SECONDS, check: bool = True) -> str:
         """Run a `relax` command in the stack."""

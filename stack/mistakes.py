@@ -22,8 +22,7 @@ from stack.images import Stopwatch, provide_images
 RUN_FILE = "configs/quickstart.toml"
 BOUND_SECONDS = 90.0
 QUESTION = "A mistake in the stack's settings or surroundings, one command each, and what the person who made it reads."
-OVER_EXISTING = ("--file", str(ROOT / "compose" / "existing-cluster.yml"))
-OVER_GPU = ("--file", str(ROOT / "compose" / "gpu.yml"))
+OVER_EXISTING, OVER_GPU = ROOT / "compose" / "existing-cluster.yml", ROOT / "compose" / "gpu.yml"
 PROJECT = "relax-mistakes"
 """Apart from a stack that is up."""
 ONCE = ("run", "--rm", "--no-deps", "-T")
@@ -51,14 +50,16 @@ def refused(engine: Engine, *words: str) -> str:
     raise StackError(f"{' '.join(words)} was accepted")
 
 
+def with_more(engine: Engine, settings: dict[str, str], *overlays: Path) -> Engine:
+    """Return the engine with further settings and overlays."""
+    return Engine(engine.host, {**engine.settings, **settings}, [*engine.overlays, *overlays])
+
+
 def a_port_is_taken(engine: Engine, folder: Path) -> str:
     """Start Prometheus where something listens already."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        engine.settings["PROMETHEUS_PORT"] = str(server.getsockname()[1])
-        try:
-            return refused(engine, "up", "--detach", "--no-deps", "--force-recreate", "prometheus")
-        finally:
-            del engine.settings["PROMETHEUS_PORT"]
+        port = {"PROMETHEUS_PORT": str(server.getsockname()[1])}
+        return refused(with_more(engine, port), "up", "--detach", "--no-deps", "--force-recreate", "prometheus")
 
 
 def with_secrets(password: str | None, *, authority: bool = True) -> Callable[[Engine, Path], str]:
@@ -72,13 +73,8 @@ def with_secrets(password: str | None, *, authority: bool = True) -> Callable[[E
             files["BROKER_CA_FILE"].write_text("no certificate")
         for file in folder.iterdir():
             file.chmod(0o644)
-        before = dict(engine.settings)
-        engine.settings |= {name: str(file) for name, file in files.items()}
-        try:
-            return refused(engine, *OVER_EXISTING, *ONCE, "relax", "topics", "plan", RUN_FILE)
-        finally:
-            engine.settings.clear()
-            engine.settings |= before
+        settings = {name: str(file) for name, file in files.items()}
+        return refused(with_more(engine, settings, OVER_EXISTING), *ONCE, "relax", "topics", "plan", RUN_FILE)
 
     return make
 
@@ -111,7 +107,7 @@ MISTAKES = (
     Mistake(
         "GPU asked of a machine without one",
         r"could not select device driver",
-        lambda engine, folder: refused(engine, *OVER_GPU, *ONCE, "trainer", "worker", "trainer", RUN_FILE),
+        lambda engine, folder: refused(with_more(engine, {}, OVER_GPU), *ONCE, "trainer", "worker", "trainer", RUN_FILE),
     ),
 )
 
