@@ -1,6 +1,6 @@
 """Runs every benchmark: `python -m benchmarks`."""
 
-from benchmarks import bus, codec, curves, footprint, kernels, rewards, shared_prompts, skip, sync_async, trl, workloads
+from benchmarks import bus, codec, curves, footprint, kernels, log_size, rewards, scrape, shared_prompts, skip, sync_async, trl, workloads
 
 codec.main()
 rewards.main()
@@ -9,6 +9,8 @@ shared_prompts.main()
 bus.main()
 skip.main()
 footprint.main()
+log_size.main()
+scrape.main()
 sync_async.main()
 trl.main()
 curves.main()

@@ -139,3 +139,16 @@ def test_queue_is_told_once_it_is_known_and_the_disk_where_the_run_has_its_direc
     assert registry.get_sample_value("relax_prompt_groups_queued") == 0
     elsewhere = RunMetrics(make_run_config(run={"directory": str(tmp_path / "nowhere")}), RunState())
     assert [family.samples for family in elsewhere.collect() if family.name == "relax_disk_free_ratio"] == [[]]
+
+
+def test_number_of_series_does_not_grow_with_the_run(make_run_config: MakeRunConfig) -> None:
+    config = make_run_config(run={"max_staleness": 1})
+
+    def series(num_steps: int) -> set[tuple[str, Labels]]:
+        events: list[Event] = [beat(f"rollout-{index}", WorkerState.WORKING, policy_version=index) for index in range(num_steps)]
+        for step in range(num_steps):
+            events += [committed(step, figures={"reward_mean": 0.5}, phase_seconds={"wait": 1.0}), published(step + 1)]
+            events.append(ended(f"{step:06d}-0000-0", Outcome.FAILED, reason=f"sample {step} was odd"))
+        return {(name, labels) for name, found in served(config, *events).items() for labels in found}
+
+    assert series(3) == series(50)

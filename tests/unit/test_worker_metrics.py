@@ -31,3 +31,18 @@ def test_lag_of_a_slot_whose_partitions_went_to_another_worker_is_not_told_any_m
     assert lag_of(metrics) == {("reward", "rollout.samples", "1"): 0}
     metrics.consumer_lag({("rollout.samples", 0): 2, ("rollout.samples", 1): 1}, shards=1)
     assert lag_of(metrics) == {("reward", "rollout.samples", "0"): 2, ("reward", "rollout.samples", "1"): 1}
+
+
+def test_number_of_series_does_not_grow_with_versions() -> None:
+    def series(num_versions: int) -> int:
+        metrics = WorkerMetrics("rollout")
+        for version in range(num_versions):
+            metrics.policy_version(version)
+            metrics.processed(8, seconds=0.1 * version)
+            metrics.tokens(version)
+            metrics.ended("trained")
+            metrics.dead_lettered("CorruptRecord")
+            metrics.consumer_lag({("rollout.samples", version % 6): version}, shards=2)
+        return sum(len(family.samples) for family in text_string_to_metric_families(metrics.exposition().decode()))
+
+    assert series(6) == series(600)
