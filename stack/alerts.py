@@ -7,9 +7,11 @@ the run is brought to its goal and the ledger is checked.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from benchmarks import report
@@ -64,8 +66,9 @@ class Woken:
     """What a held fault did."""
 
     held: Held
-    fired_seconds: float
-    cleared_seconds: float
+    fired_seconds: float = math.nan
+    cleared_seconds: float = math.nan
+    problem: str = ""
 
 
 def firing() -> set[str]:
@@ -79,12 +82,25 @@ def firing() -> set[str]:
 
 
 def hold(engine: Engine, held: Held) -> Woken:
+    """Hold a fault and say what it did; when something else than its alert came, mend it and wait until nothing fires."""
+    print(f"{held.name:<24}", end="", flush=True)
+    try:
+        woken = _hold(engine, held)
+    except StackError as error:
+        print(error, flush=True)
+        with suppress(StackError):
+            _seconds_until(lambda: not firing(), time.monotonic(), CLEARS_SECONDS, what="everything clears")
+        return Woken(held, problem=str(error))
+    print(f"{held.woken_by:<40} fired after {woken.fired_seconds:4.0f} s, cleared after {woken.cleared_seconds:4.0f} s", flush=True)
+    return woken
+
+
+def _hold(engine: Engine, held: Held) -> Woken:
     """Hold a fault until its alert fires, mend it, and wait until none fires.
 
     Raises:
         StackError: It did not fire, did not clear, or another one fired.
     """
-    print(f"{held.name:<24}", end="", flush=True)
     if early := firing():
         raise StackError(f"{held.name}: {', '.join(sorted(early))} fires before the fault")
     started = time.monotonic()
@@ -95,7 +111,6 @@ def hold(engine: Engine, held: Held) -> Woken:
         held.end(engine)
     mended = time.monotonic()
     cleared = _seconds_until(lambda: not _expected(held), mended, CLEARS_SECONDS, what=f"{held.name}: {held.woken_by} clears")
-    print(f"{held.woken_by:<40} fired after {fired:4.0f} s, cleared after {cleared:4.0f} s", flush=True)
     return Woken(held, fired, cleared)
 
 
@@ -123,6 +138,7 @@ def write_report(woken: list[Woken], ledger: str, num_steps: int) -> None:
             "alert": one.held.woken_by,
             "fired after, s": f"{one.fired_seconds:.0f}",
             "cleared after, s": f"{one.cleared_seconds:.0f}",
+            "what went wrong": one.problem or "-",
         }
         for one in woken
     ]
@@ -131,8 +147,8 @@ def write_report(woken: list[Woken], ledger: str, num_steps: int) -> None:
         title="Alerts in the running stack",
         question=QUESTION,
         command=" ".join(["python -m stack.alerts", *sys.argv[1:]]),
-        conclusion=f"{len(woken)} faults in {num_steps} train steps: each fired its alert and no other, and each alert cleared. The run then went on "
-        "to its goal, and the ledger is clean.",
+        conclusion=f"{len(woken)} faults in {num_steps} train steps; {sum(not one.problem for one in woken)} fired their alert and no other, which cleared. "
+        "The run then went on to its goal, and the ledger is clean.",
         rows=rows,
         data={"woken": rows, "ledger": ledger},
     )
@@ -152,6 +168,8 @@ def hold_all(chosen: list[Held]) -> None:
     ledger = run.finish()
     print(ledger)
     write_report(woken, ledger, run.num_steps)
+    if problems := [one.problem for one in woken if one.problem]:
+        raise StackError("; ".join(problems))
 
 
 def main() -> int:
