@@ -147,7 +147,7 @@ def write_report(woken: list[Woken], ledger: str, num_steps: int) -> None:
         title="Alerts in the running stack",
         question=QUESTION,
         command=" ".join(["python -m stack.alerts", *sys.argv[1:]]),
-        conclusion=f"{len(woken)} faults in {num_steps} train steps; {sum(not one.problem for one in woken)} fired their alert and no other, which cleared. "
+        conclusion=f"{len(woken)} faults in {num_steps} train steps; {sum(not one.problem for one in woken)} fired their alert and no other. "
         "The run then went on to its goal, and the ledger is clean.",
         rows=rows,
         data={"woken": rows, "ledger": ledger},
