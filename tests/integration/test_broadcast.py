@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,7 @@ class EngineProcess:
         return str(told["transport"])
 
     def _write(self, message: dict[str, Any]) -> None:
-        if self.process.poll() is None:
+        with suppress(BrokenPipeError, ValueError):  # it may have been killed
             self.process.stdin.write(json.dumps(message) + "\n")  # type: ignore[union-attr]
             self.process.stdin.flush()  # type: ignore[union-attr]
 
