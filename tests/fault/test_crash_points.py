@@ -75,7 +75,7 @@ def test_run_ends_by_itself_when_workers_kill_themselves_at(points: tuple[str, .
         algorithm={"distill_coefficient": 0.1} if is_taught else {"name": "ppo"} if points[0].startswith("critic.") else {},
         teacher={"model_path": str(directory / "model")} if is_taught else {},
         trainer={"checkpoint_every": 3},
-        weights={"transport": "gloo", "bucket_bytes": 4096} if is_broadcast else {},
+        weights={"transport": "gloo", "bucket_bytes": 4096, "overlap": True} if is_broadcast else {},
         workers={"advantage": 2},
         reward={"function": f"{directory / 'reward.py'}:badly", "timeout_seconds": 1.0},
     )

@@ -61,7 +61,7 @@ class Receiver:
         self._wake: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
         self._list: EnginesEnlisted | None = None
-        self._retry_at = 0.0
+        self._left: tuple[str, float] = ("", 0.0)
         self._layout: Layout | None = None
         self._served_version = -1
         self._coming_version = -1
@@ -89,7 +89,6 @@ class Receiver:
                 return
             if self._list is None or enlisted.ticket != self._list.ticket:
                 hide(enlisted.ticket)
-                self._retry_at = 0.0
                 if self._line is not None:  # to a trainer that is none any more
                     self._line.hang_up()
             self._list = enlisted
@@ -147,8 +146,8 @@ class Receiver:
                 self._join(enlisted)
             except (LinkLost, EnvironmentProblem) as error:
                 with self._changed:
-                    self._coming_version, self._line, self._pair = -1, None, None
-                    self._retry_at = time.monotonic() + RETRY_SECONDS
+                    self._line, self._pair = None, None
+                    self._left = (enlisted.ticket, time.monotonic())
                     is_closed = self._is_closed
                 if not is_closed:
                     log.warning("broadcast.lost", address=enlisted.address, error=str(error))
@@ -158,11 +157,12 @@ class Receiver:
         """Wait until a trainer is known, is due to be asked, and can send us something that we know; None when we are closed."""
         with self._changed:
             while not self._is_closed:
-                due_seconds = self._retry_at - time.monotonic()
-                known = self._list is not None and self._layout is not None
-                if known and due_seconds <= 0:
-                    return self._list
-                self._changed.wait(due_seconds if known else None)
+                enlisted = self._list if self._layout is not None else None
+                ticket, left_at = self._left
+                wait_seconds = left_at + RETRY_SECONDS - time.monotonic() if enlisted is not None and enlisted.ticket == ticket else 0.0
+                if enlisted is not None and wait_seconds <= 0:
+                    return enlisted
+                self._changed.wait(wait_seconds or None)
         return None
 
     def _join(self, enlisted: EnginesEnlisted) -> None:
@@ -212,11 +212,13 @@ class Receiver:
         try:
             line.say(deadline=deadline, takes=True)
             digest = self._received(pair, row, layout, buckets=layout.buckets(max_bytes=bucket_bytes), deadline=deadline)
+            with self._changed:
+                self._arrived, self._coming_version = Arrived(version, layout, row, digest), -1
         except LinkLost:
             self._metrics.failed("lost")
             raise
-        with self._changed:
-            self._arrived, self._coming_version = Arrived(version, layout, row, digest), -1
+        finally:
+            self._coming_version = -1
         self._metrics.moved(layout.num_bytes, transport=self.transport)
         self._wake()
         line.say(deadline=deadline, digest=digest.hex())
