@@ -12,7 +12,7 @@ import orjson
 from benchmarks.profiles import OMNI_30B, Mode, Pools
 from benchmarks.timed_run import FOLDER, Stage, TimedRun
 
-MODE = Mode(name="async K=2", colocated=False, max_staleness=2, num_steps=10, first_step=3)
+MODE = Mode(name="async K=2", colocated=False, max_staleness=2, num_steps=8, first_step=3)
 WORKLOAD = replace(
     OMNI_30B,
     name="weights",

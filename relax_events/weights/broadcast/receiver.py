@@ -32,6 +32,8 @@ from relax_events.weights.broadcast.pair import LinkLost, Meeting, Pair, form_pa
 
 log = structlog.get_logger()
 RETRY_SECONDS = 2.0
+"""Wait before a trainer that was lost is asked again; twice as long each time that it does not take us in."""
+MAX_RETRY_SECONDS = 60.0
 CLOSE_SECONDS = 2.0
 """What leaving takes besides the bucket that is under way."""
 
@@ -61,7 +63,8 @@ class Receiver:
         self._wake: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
         self._list: EnginesEnlisted | None = None
-        self._left: tuple[str, float] = ("", 0.0)
+        self._lost_ticket = ""
+        self._retry_at, self._retry_seconds = 0.0, RETRY_SECONDS
         self._layout: Layout | None = None
         self._served_version = -1
         self._coming_version = -1
@@ -147,7 +150,8 @@ class Receiver:
             except (LinkLost, EnvironmentProblem) as error:
                 with self._changed:
                     self._line, self._pair = None, None
-                    self._left = (enlisted.ticket, time.monotonic())
+                    self._lost_ticket, self._retry_at = enlisted.ticket, time.monotonic() + self._retry_seconds
+                    self._retry_seconds = min(2 * self._retry_seconds, MAX_RETRY_SECONDS)
                     is_closed = self._is_closed
                 if not is_closed:
                     log.warning("broadcast.lost", address=enlisted.address, error=str(error))
@@ -158,8 +162,8 @@ class Receiver:
         with self._changed:
             while not self._is_closed:
                 enlisted = self._list if self._layout is not None else None
-                ticket, left_at = self._left
-                wait_seconds = left_at + RETRY_SECONDS - time.monotonic() if enlisted is not None and enlisted.ticket == ticket else 0.0
+                is_lost = enlisted is not None and enlisted.ticket == self._lost_ticket
+                wait_seconds = self._retry_at - time.monotonic() if is_lost else 0.0
                 if enlisted is not None and wait_seconds <= 0:
                     return enlisted
                 self._changed.wait(wait_seconds or None)
@@ -183,6 +187,7 @@ class Receiver:
             pair = form_pair(backend, meeting, rank=1, host=line.own_host, deadline=deadline)
             try:
                 self._keep(line=line, pair=pair)
+                self._retry_seconds = RETRY_SECONDS
                 log.info("broadcast.joined", address=enlisted.address)
                 while True:
                     self._answer(line.hear(), line, pair, bucket_bytes=terms.bucket_bytes)
