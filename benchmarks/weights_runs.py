@@ -26,7 +26,7 @@ WORKLOAD = replace(
     split=Pools(rollout=8, train=8),
     time_scale=0.25,
 )
-"""Rollout is always ahead of the trainer, whose steps take about four seconds: 64 MiB of weights for each, as a model of 4B in the paper's 129 s."""
+"""Rollout is always ahead of the trainer, whose steps take about four seconds."""
 SIDES = {
     "store": {},
     "store, overlap": {"weights.overlap": "true"},
@@ -35,9 +35,9 @@ SIDES = {
 }
 DESCRIPTION = f"""\
 Whole runs on the real bus, in turn, with the trainer and the engines of `benchmarks.workloads`, which sleep for as long as devices would
-compute: {WORKLOAD.num_engines} engines, `max_staleness = {MODE.max_staleness}`, and 256 MiB of weights that change in each step, for the time of
-a step as many bytes as a model of 4B has. *Exposed* is the phase `weights` of a step: the snapshot, and whatever is waited for. *Served*
-is the time from the publication on the log until an engine has the version."""
+compute: {WORKLOAD.num_engines} engines, `max_staleness = {MODE.max_staleness}`, steps of about four seconds, and 64 MiB of weights that change in
+each. *Exposed* is the phase `weights` of a step: the snapshot, and whatever is waited for. *Served* is the time from the publication on the log
+until an engine has the version."""
 
 
 class WeightsRun(TimedRun):

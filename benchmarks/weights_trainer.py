@@ -10,11 +10,11 @@ from relax_events.config import RunConfig
 from relax_events.training.protocol import StepFigures
 from relax_events.training.ranks import Ranks
 
-NUM_TENSORS, NUM_VALUES = 16, 1 << 22
+NUM_TENSORS, NUM_VALUES = 16, 1 << 20
 
 
 class HeavyBackend(TimedBackend):
-    """256 MiB of weights, all of which change in each step."""
+    """64 MiB of weights, all of which change in each step."""
 
     def __init__(self, config: RunConfig, *, ranks: Ranks) -> None:
         super().__init__(config, ranks=ranks)
