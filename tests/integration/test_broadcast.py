@@ -40,8 +40,8 @@ PROGRAM = Path(__file__).parent / "broadcast_program.py"
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 30.0
 STALL_SECONDS = 2.0
-STEP_SECONDS = 0.5
-"""What publishing may cost the trainer, whatever the engines do: far below the deadline that an engine has."""
+STEP_SECONDS = 1.5
+"""What publishing may cost the trainer, whatever the engines do: below what an engine that hangs is given."""
 
 
 def tensors_of(version: int, *, num_rows: int = 64) -> dict[str, Tensor]:

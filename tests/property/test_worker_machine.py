@@ -252,10 +252,6 @@ def test_promises_hold_under_every_interleaving_and_crash() -> None:
     explore(max_examples=25)
 
 
-def test_promises_hold_when_weights_are_written_beside_the_next_step() -> None:
-    explore(max_examples=8, machine=OverlapMachine)
-
-
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("machine", [WorkerMachine, OverlapMachine])
