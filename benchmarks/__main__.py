@@ -1,6 +1,6 @@
 """Runs every benchmark: `python -m benchmarks`."""
 
-from benchmarks import bus, codec, curves, footprint, kernels, log_size, rewards, scrape, shared_prompts, skip, sync_async, trl, workloads
+from benchmarks import bus, codec, curves, footprint, kernels, log_size, rewards, scrape, shared_prompts, skip, sync_async, trl, weights, workloads
 
 codec.main()
 rewards.main()
@@ -12,6 +12,7 @@ footprint.main()
 log_size.main()
 scrape.main()
 sync_async.main()
+weights.main()
 trl.main()
 curves.main()
 workloads.main()

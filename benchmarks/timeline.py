@@ -35,7 +35,8 @@ class Timeline:
         for record in reader.read_to_end(places):
             entity, seconds = entities[record.topic], record.timestamp_ms / 1000
             if entity == "control.policy-versions":
-                timeline.published[int(record.key)] = seconds
+                if record.key.isdigit():  # the topic has the lists of engines, too
+                    timeline.published[int(record.key)] = seconds
             else:
                 timeline.groups[entity][record.key] = max(seconds, timeline.groups[entity].get(record.key, 0.0))
         reader.close()

@@ -92,6 +92,30 @@ DASHBOARDS: dict[str, Sequence[Panel]] = {
         ),
         Panel("Prompt groups in work", f'sum by (instance) (relax_records_in_flight{{{RUN}, role="rollout"}})', "{{instance}}"),
         Panel("Prompt groups that failed in a row", f"relax_prompt_groups_failed_in_a_row{{{RUN}}}", "failed"),
+        Panel("Weight sync that a step waits for", f'relax_train_step_phase_seconds{{{RUN}, phase="weights"}}', "exposed", "s"),
+        Panel(
+            "From publication to serving, slowest in twenty",
+            f"histogram_quantile(0.95, sum by (le) (rate(relax_weights_delay_seconds_bucket{{{RUN}}}[$__rate_interval])))",
+            "engines",
+            "s",
+        ),
+        Panel(
+            "Versions loaded, by how they came",
+            f"sum by (transport) (increase(relax_weights_loaded_total{{{RUN}}}[$__rate_interval]))",
+            "{{transport}}",
+        ),
+        Panel("Engines that are sent versions", f'relax_weights_broadcast_engines{{{RUN}, role="trainer"}}', "engines"),
+        Panel(
+            "Weights that arrived by broadcast",
+            f'sum by (transport) (rate(relax_weights_broadcast_bytes_total{{{RUN}, role="rollout"}}[$__rate_interval]))',
+            "{{transport}}",
+            "Bps",
+        ),
+        Panel(
+            "Broadcasts that failed",
+            f"sum by (role, reason) (increase(relax_weights_broadcast_failures_total{{{RUN}}}[$__rate_interval]))",
+            "{{role}} {{reason}}",
+        ),
     ),
 }
 

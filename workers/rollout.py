@@ -11,7 +11,7 @@ import hashlib
 import queue
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from relax_events.data.laying_out import sample_answers
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
 from relax_events.errors import ConfigError, CorruptRecord, ObjectError, PoisonSample, WeightsError
-from relax_events.events.parts import FinishReason, Outcome, VersionSegment
+from relax_events.events.parts import FinishReason, Outcome, VersionSegment, now_micros
 from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupIssued, SampleRolledOut
 from relax_events.media.library import MediaLibrary
 from relax_events.objects.roots import media_in
@@ -34,7 +34,8 @@ from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.validation import check_issued
 from relax_events.pipeline.worker import Worker
 from relax_events.plugins import ENGINES, find_plugin
-from relax_events.weights.transport import StoreTransport, VersionsOnly, WeightsTransport
+from relax_events.weights.opening import open_receiving
+from relax_events.weights.transport import WeightsTransport
 from workers.group_in_work import GroupInWork
 from workers.opening import open_store, open_worker
 
@@ -53,8 +54,8 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     with open_worker("rollout", config, index=index, store=store, linger_ms=0) as worker:
         engine = open_engine(config, name=config.rollout_engine)
         try:
-            transport = StoreTransport(store) if config.algorithm.has_rewards else VersionsOnly()
-            RolloutLoop(worker, engine, transport, library=MediaLibrary(config, store=store)).run()
+            with closing(open_receiving(worker, store)) as transport:
+                RolloutLoop(worker, engine, transport, library=MediaLibrary(config, store=store)).run()
         finally:
             engine.close()
 
@@ -96,7 +97,7 @@ class RolloutLoop:
         """Work until the drain starts, finish what runs, release what waits."""
         worker = self._worker
         worker.drain.on_start(lambda: self._put(None))
-        worker.follow(self._wake_on_version)
+        worker.follow(self._wake_on_version, self._transport.follow(lambda: self._put(None)))
         leases = self._open_leases()
         try:
             while not worker.drain.requested:
@@ -349,7 +350,7 @@ class RolloutLoop:
     def _load_newest(self) -> None:
         """Load the newest version when it is this engine's turn to; an artifact that fails its check is tried again."""
         newest = self._worker.control.latest
-        if newest is None or newest.policy_version <= self._engine.policy_version:
+        if newest is None or newest.policy_version <= self._engine.policy_version or self._transport.is_coming(newest):
             return
         if newest.policy_version == self._refused_version and time.monotonic() < self._reload_after:
             return
@@ -366,7 +367,8 @@ class RolloutLoop:
             return
         self._asleep = False
         self._worker.beats.policy_version = self._engine.policy_version
-        log.info("weights.loaded", policy_version=self._engine.policy_version)
+        self._worker.metrics.weights.loaded(weights.transport, delay_seconds=(now_micros() - newest.published_at) / 1e6)
+        log.info("weights.loaded", policy_version=self._engine.policy_version, transport=weights.transport)
 
     def _release_waiting(self) -> None:
         while not self._inbox.empty():

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import orjson
 import structlog
@@ -25,7 +24,7 @@ from relax_events.broker.records import Record
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError, CorruptRecord, PoisonSample
 from relax_events.events.parts import CheckpointRef
-from relax_events.events.types import PromptGroupEnded, SampleReady, TrainStepCommitted
+from relax_events.events.types import PromptGroupEnded, SampleReady
 from relax_events.media.library import MediaLibrary
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.failpoints import failpoint
@@ -36,21 +35,20 @@ from relax_events.plugins import TRAINER_BACKENDS, find_plugin
 from relax_events.policy import IssuedGroup, ReadyGroup, select_groups
 from relax_events.training.assembly import GroupAssembler, PlacedSample
 from relax_events.training.checkpoints import Checkpoints
-from relax_events.training.commit import StepCommitter
 from relax_events.training.distributed import open_ranks
 from relax_events.training.history import TrainingHistory
 from relax_events.training.packing import MicroBatcher
 from relax_events.training.pending_checkpoint import PendingCheckpoint
 from relax_events.training.phases import Phases
 from relax_events.training.protocol import TrainerBackend, TrainerState
+from relax_events.training.publishing import StepPublisher, TrainedStep
 from relax_events.training.ranks import Ranks
 from relax_events.training.recorded_batches import RecordedBatches
 from relax_events.training.replay import Replay
 from relax_events.training.source_steps import SourceSteps, open_batches
 from relax_events.training.starting import read_start
 from relax_events.training.step_record import StepShare
-from relax_events.weights.artifacts import delete_weights, stored_versions
-from relax_events.weights.transport import StoreTransport, WeightsTransport
+from relax_events.weights.transport import StoreTransport
 from workers.opening import open_store, open_worker
 
 log = structlog.get_logger()
@@ -89,13 +87,12 @@ class TrainLoop:
         self._topic = worker.plan.topic("advantage.samples")
         self._reader = LogReader(worker.connection, consumer_group=worker.plan.consumer_group("trainer"))
         worker.reads(self._reader)
-        self._transport: WeightsTransport = StoreTransport(store)
         self._library = MediaLibrary(self._config, store=store)
         self._checkpoints = Checkpoints(store, ranks=ranks, keep=self._config.trainer.keep_checkpoints)
         self._shares: list[StepShare] = []
         self._pending: PendingCheckpoint | None = None
         self._checkpoint: CheckpointRef | None = None
-        self._pruned_to: CheckpointRef | None = None
+        self._is_ahead = False
         self._phases = Phases()
         self._source = SourceRun.read(worker.connection, self._config.source.run) if self._config.source.run else None
         self._batches: RecordedBatches | None = None
@@ -104,13 +101,15 @@ class TrainLoop:
     def run(self) -> None:
         """Recover, then train until the goal or the drain."""
         worker = self._worker
-        self._committer = StepCommitter(worker, self._reader) if self._ranks.rank == 0 else None
+        is_first = self._ranks.rank == 0
+        self._publisher = StepPublisher(worker, self._reader, store=self._store, checkpoints=self._checkpoints) if is_first else None
         self._ranks.all_gather_bytes(b"")  # only now is an earlier trainer fenced, and the history the same for all ranks
         history = self._recover()
         worker.follow()
         try:
             while self._backend.policy_version < self._config.last_version and self._train_step():
                 pass
+            self._settle()
             log.info("trainer.finished", policy_version=self._backend.policy_version, num_recovered_steps=len(history.steps))
             while not self._agree_to_drain():
                 worker.tick(working=False)
@@ -120,8 +119,8 @@ class TrainLoop:
             self._reader.close()
             if self._recorded is not None:
                 self._recorded.close()
-            if self._committer is not None:
-                self._committer.close()
+            if self._publisher is not None:
+                self._publisher.close()
 
     def _recover(self) -> TrainingHistory:
         """Bring weights, optimizer and positions to where the log says that training stands."""
@@ -142,11 +141,11 @@ class TrainLoop:
         decided = set(history.ended_group_ids)
         self._assembler = GroupAssembler(topic=self._topic, max_staleness=self._config.run.max_staleness, decided=decided)
         self._open_batches(history)
-        if history.is_fresh:
-            self._publish_initial()
-        if self._committer is not None:  # a crash between a commit and its clean-up leaves weights here
-            unwanted = self._newest_unwanted(self._backend.policy_version)
-            delete_weights(self._store, *(old for old in stored_versions(self._store) if 0 < old <= unwanted))
+        tensors = self._backend.weights() if history.is_fresh else {}
+        if self._publisher is not None:
+            if history.is_fresh:
+                self._publisher.publish_initial(tensors, policy_version=self._config.first_version)
+            self._publisher.forget_unwanted(self._backend.policy_version)
         return history
 
     def _start_from(self, source: SourceRun) -> None:
@@ -175,17 +174,11 @@ class TrainLoop:
 
     def _take_published(self, history: TrainingHistory) -> None:
         """Where kernels are not deterministic, replay ends beside the published weights: those are the truth."""
-        published = self._transport.fetch(history.published[-1])
+        published = StoreTransport(self._store).fetch(history.published[-1])
         state = self._backend.state()
         tensors = {**state.tensors, **{f"model.{name}": tensor for name, tensor in published.tensors.items()}}
         self._backend.load_state(TrainerState(policy_version=state.policy_version, tensors=tensors))
         log.warning("replay.diverged", policy_version=state.policy_version, taken="published weights")
-
-    def _publish_initial(self) -> None:
-        tensors = self._backend.weights()
-        if self._committer is not None:
-            artifact, _ = self._transport.publish(tensors, policy_version=self._config.first_version)
-            self._committer.publish_initial(artifact, policy_version=self._config.first_version)
 
     def _train_step(self) -> bool:
         """Train one step; return False when the drain cut it short (its records stay undecided and will be read again)."""
@@ -206,6 +199,8 @@ class TrainLoop:
         self._assembler.advance(version)
         taken = remaining
         while remaining:
+            if not taken:
+                self._settle()
             self._read(version, wait=not taken)
             if self._agree_to_drain():
                 return False
@@ -287,18 +282,34 @@ class TrainLoop:
         return check_trainable(sample, algorithm=self._config.algorithm, vocab_size=self._backend.vocab_size)
 
     def _agree_to_drain(self) -> bool:
-        """Return whether any rank was asked to end; all ranks get the same answer."""
-        return any(flag == b"1" for flag in self._ranks.all_gather_bytes(b"1" if self._worker.drain.requested else b"0"))
+        """Return whether any rank was asked to end, and note whether the step before is still uncommitted; all ranks get the same answer."""
+        self._settle(wait=False)
+        is_ahead = self._publisher is not None and self._publisher.is_behind
+        flags = self._ranks.all_gather_bytes(bytes([self._worker.drain.requested, is_ahead]))
+        self._is_ahead = any(flag[1] for flag in flags)
+        return any(flag[0] for flag in flags)
+
+    def _settle(self, *, wait: bool = True) -> None:
+        """Commit the step before, if it is not: its weights were written beside this one."""
+        publisher = self._publisher
+        if publisher is None or not publisher.is_behind or not (wait or publisher.is_written):
+            return
+        with self._phases.measure("weights"):
+            publisher.await_written()
+        with self._phases.measure("commit"):
+            publisher.settle()
 
     def _commit_ends(self) -> None:
-        """Commit prompt groups that ended untrained, at once, so that the prompter can fill their seats."""
+        """Commit prompt groups that ended untrained, at once, so that the prompter can fill their seats; but after the step before."""
+        if self._is_ahead:
+            return
         share = StepShare(self._ranks.rank, ended=self._assembler.pending_ends())
         ended = [end for other in self._gather(share) for end in other.ended]
         if not ended:
             return
         with self._phases.measure("commit"):
-            if self._committer is not None:
-                self._committer.commit_outcomes(ended, train_step=self._backend.policy_version)
+            if self._publisher is not None:
+                self._publisher.commit_outcomes(ended, train_step=self._backend.policy_version)
                 failpoint("trainer.after_ends")
             self._ranks.all_gather_bytes(b"")  # nobody goes on before it is committed
         self._assembler.decide([end.prompt_group_id for end in share.ended])
@@ -331,6 +342,7 @@ class TrainLoop:
         share.note([placed[sample.sample_id] for sample in micro_batch], trainer_version=self._backend.policy_version)
         self._worker.metrics.tokens(sum(len(sample.tokens) for sample in micro_batch))
         self._worker.finished(len(micro_batch), started)
+        self._settle(wait=False)
 
     def _finish_step(self, share: StepShare) -> None:
         """Update, write weights, commit; only then are the step's records decided."""
@@ -338,49 +350,24 @@ class TrainLoop:
         with self._phases.measure("update"):
             figures = self._backend.step().as_figures(of_engine=self._config.algorithm.has_rewards)
         self._poll_checkpoint()
+        self._settle()
         with self._phases.measure("weights"):
             tensors = self._backend.weights()
-            artifact, digest = self._transport.publish(tensors, policy_version=step + 1) if self._committer else (None, b"")
-        failpoint("trainer.after_weights")
+            if self._publisher is not None:
+                self._publisher.write(tensors, policy_version=step + 1)
         self._assembler.decide(share.prompt_group_ids)
         share.consumed = self._assembler.consumed()
         self._shares = self._gather(share)
-        with self._phases.measure("commit"):
-            if self._committer is not None and artifact is not None:
-                committed = self._committer.commit_step(
-                    self._shares,
-                    train_step=step,
-                    artifact=artifact,
-                    digest=digest,
-                    figures=figures,
-                    phase_seconds=self._phases.written(),
-                    checkpoint=self._checkpoint,
-                )
-                failpoint("trainer.after_commit")
-                self._report(committed)
-                self._forget_old(step + 1)
+        if self._publisher is not None:
+            self._publisher.trained(TrainedStep(step, self._shares, figures, self._phases.written(), self._checkpoint))
+        if not self._config.weights.overlap:
+            self._settle()
         self._save_checkpoint()
 
     def _gather(self, share: StepShare) -> list[StepShare]:
         if self._ranks.size == 1:
             return [share]
         return [StepShare.from_bytes(data) for data in self._ranks.all_gather_bytes(share.to_bytes())]
-
-    def _report(self, step: TrainStepCommitted) -> None:
-        self._worker.beats.policy_version = step.policy_version
-        figures: dict[str, Any] = {name: round(value, 6) for name, value in step.figures.items()}
-        log.info("train_step.committed", train_step=step.train_step, staleness_counts=step.staleness_counts, **figures)
-
-    def _forget_old(self, version: int) -> None:
-        """Delete what the step just committed made superfluous: weights that no engine can want, checkpoints but the newest."""
-        if (unwanted := self._newest_unwanted(version)) > 0:
-            delete_weights(self._store, unwanted)
-        if self._checkpoint is not None and self._checkpoint != self._pruned_to:
-            self._pruned_to = self._checkpoint
-            self._checkpoints.prune(self._checkpoint)
-
-    def _newest_unwanted(self, version: int) -> int:
-        return version - max(2 * self._worker.plan.num_slots, self._config.run.retain_versions)
 
     def _poll_checkpoint(self) -> None:
         if self._pending is not None and (reference := self._pending.poll()) is not None:

@@ -16,6 +16,10 @@ class Deadline:
         """How long there is still."""
         return max(0.0, self._at - time.monotonic())
 
+    def within(self, seconds: float) -> Deadline:
+        """Give a deadline so many seconds from now, or this one where it is sooner."""
+        return Deadline(min(seconds, self.remaining_seconds))
+
     @property
     def passed(self) -> bool:
         """Whether it is over."""

@@ -12,6 +12,7 @@ from relax_events.config.reward import ChosenReward, RewardConfig
 from relax_events.config.sections import RunConfig, RunSection, SourceSection, TelemetryConfig, WorkersConfig
 from relax_events.config.teacher import TeacherConfig
 from relax_events.config.training import TrainerConfig, WarmStartConfig
+from relax_events.config.weights import WeightsConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -37,6 +38,7 @@ __all__ = [
     "TelemetryConfig",
     "TrainerConfig",
     "WarmStartConfig",
+    "WeightsConfig",
     "WorkersConfig",
     "load_run_config",
 ]

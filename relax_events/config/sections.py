@@ -18,6 +18,7 @@ from relax_events.config.generation import EngineConfig, ModelConfig
 from relax_events.config.reward import RewardConfig
 from relax_events.config.teacher import TeacherConfig
 from relax_events.config.training import TrainerConfig, WarmStartConfig
+from relax_events.config.weights import WeightsConfig
 
 RUN_ID_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?$"
 
@@ -156,6 +157,7 @@ class RunConfig(Section):
     teacher: TeacherConfig = TeacherConfig()
     trainer: TrainerConfig = TrainerConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
+    weights: WeightsConfig = WeightsConfig()
     source: SourceSection = SourceSection()
     workers: WorkersConfig = WorkersConfig()
     telemetry: TelemetryConfig = TelemetryConfig()

@@ -168,6 +168,18 @@ class PolicyVersionPublished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EnginesEnlisted:
+    """Which engines get new weights straight from the trainer, and where others may ask for the same."""
+
+    list_version: int
+    transport: str
+    address: str
+    ticket: str
+    engines: list[str]
+    enlisted_at: int = field(default_factory=now_micros)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainStepCommitted:
     """An optimizer step became real: what it trained on, in which order, and what came out."""
 
@@ -272,6 +284,7 @@ Event = (
     | SampleReady
     | PromptGroupEnded
     | PolicyVersionPublished
+    | EnginesEnlisted
     | TrainStepCommitted
     | PolicyEvaluated
     | RunCommanded

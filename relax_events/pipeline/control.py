@@ -13,7 +13,7 @@ from relax_events.broker.records import Record
 from relax_events.errors import AccessDenied, BrokerError, CorruptRecord, RelaxError, SchemaError
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Command
-from relax_events.events.types import Event, PolicyVersionPublished, RunCommanded
+from relax_events.events.types import EnginesEnlisted, Event, PolicyVersionPublished, RunCommanded
 from relax_events.topics import TopicPlan
 
 log = structlog.get_logger()
@@ -38,6 +38,7 @@ class ControlFollower:
         self._closing = threading.Event()
         self._learnt: dict[tuple[str, int], int] = {}
         self.latest: PolicyVersionPublished | None = None
+        self.enlisted: EnginesEnlisted | None = None
         self._reader = LogReader(connection)
         events = [event for record in self._reader.read_to_end(self._places) if (event := self._take(record)) is not None]
         self.history: list[Event] = still_valid(events)
@@ -110,6 +111,8 @@ class ControlFollower:
             return None
         if isinstance(event, PolicyVersionPublished) and not self._is_newer(event):
             return None
+        if isinstance(event, EnginesEnlisted) and (self.enlisted is None or event.list_version > self.enlisted.list_version):
+            self.enlisted = event
         return event
 
     def _learn(self, record: Record) -> None:

@@ -45,6 +45,8 @@ POINTS = {
     "advantage.handing_over": "partitions are being taken away, offsets are committed, open joins are not dropped",
     "trainer.after_accumulate": "a step's gradients are complete, the weights are old",
     "weights.before_manifest": "a version's tensors are in the store, its manifest is not",
+    "weights.broadcasting": "a bucket of a version is on its way to an engine, its artifact may be whole or not",
+    "rollout.receiving": "a bucket of a version has come from the trainer, the engine has the version before",
     "trainer.after_weights": "a version's artifact is whole, the step is not committed",
     "trainer.in_transaction": "the step and its offsets lie in an open transaction",
     "trainer.after_commit": "the step is committed, nothing that follows from it is done",

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from relax_events.telemetry.weight_metrics import WeightMetrics
+
 SECONDS_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
 
@@ -47,6 +49,7 @@ class WorkerMetrics:
             registry=self.registry,
         )
         self._lagging: set[tuple[str, str]] = set()
+        self.weights = WeightMetrics(role, self.registry)
         self._progress = Gauge("relax_last_progress_timestamp_seconds", "When a worker last finished a record.", ["role"], registry=self.registry)
 
     def processed(self, count: int, *, seconds: float) -> None:

@@ -27,7 +27,7 @@ SAMPLE_TOPICS = {
     "advantage.samples": "SampleReady for the trainer, and PromptGroupEnded for prompt groups that won't be trained",
 }
 CONTROL_TOPICS = {
-    "control.policy-versions": "PolicyVersionPublished: which weights may be used, and where their records begin",
+    "control.policy-versions": "PolicyVersionPublished: which weights may be used, and where their records begin; EnginesEnlisted: who is sent them",
     "control.train-steps": "TrainStepCommitted: what each step trained on and what came out",
     "control.group-outcomes": "PromptGroupEnded: how each prompt group ended, decided by the trainer",
     "control.commands": "RunCommanded: what the controller asks for; RunDescribed: the run file",

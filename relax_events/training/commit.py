@@ -30,6 +30,7 @@ class StepCommitter:
 
     def __init__(self, worker: Worker, reader: LogReader) -> None:
         self._worker, self._reader = worker, reader
+        self._transports: list[str] = sorted({"store", worker.config.weights.transport}, reverse=True)
         self._admin = Admin(worker.connection)
         self._writer = TransactionalWriter(worker.connection, transactional_id=worker.plan.transactional_id("trainer"))
 
@@ -116,7 +117,8 @@ class StepCommitter:
         return self._worker.outbound("control.group-outcomes", ended, key=ended.prompt_group_id)
 
     def _published(self, version: int, artifact: ObjectRef) -> OutRecord:
-        event = PolicyVersionPublished(policy_version=version, artifact=artifact, transports=["store"], start_offsets=self._start_offsets(version))
+        starts = self._start_offsets(version)
+        event = PolicyVersionPublished(policy_version=version, artifact=artifact, transports=self._transports, start_offsets=starts)
         return self._worker.outbound("control.policy-versions", event, key=str(version))
 
     def _start_offsets(self, version: int) -> list[TopicOffset]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from relax_events.events.parts import ObjectRef
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.failpoints import failpoint
-from relax_events.weights.manifest import TensorEntry, WeightManifest
+from relax_events.weights.manifest import TensorEntry, WeightManifest, tensor_header
 
 PREFIX = "weights/"
 MAX_FILE_BYTES = 1024**3
@@ -28,7 +28,7 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> bytes:
     digest = sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
-        digest.update(f"{name}\0{_dtype_name(tensor)}\0{list(tensor.shape)}\0".encode())
+        digest.update(tensor_header(name, dtype_name(tensor), tuple(tensor.shape)))
         digest.update(raw_bytes(tensor))
     return digest.digest()
 
@@ -53,7 +53,7 @@ def write_weights(
     files: list[ObjectRef] = []
     entries: list[TensorEntry] = []
     for names in file_shares(tensors, max_file_bytes=max_file_bytes):
-        entries += [TensorEntry(name, _dtype_name(tensors[name]), tuple(tensors[name].shape), len(files)) for name in names]
+        entries += [TensorEntry(name, dtype_name(tensors[name]), tuple(tensors[name].shape), len(files)) for name in names]
         data = safetensors.torch.save({name: _plain(tensors[name]) for name in names})
         files.append(store.put_at(f"{_folder(policy_version)}{sha256(data).hexdigest()[:16]}.safetensors", data))
     failpoint("weights.before_manifest")
@@ -99,7 +99,8 @@ def file_shares(tensors: Mapping[str, Tensor], *, max_file_bytes: int) -> Iterab
         yield share
 
 
-def _dtype_name(tensor: Tensor) -> str:
+def dtype_name(tensor: Tensor) -> str:
+    """Name a tensor's dtype as manifests do."""
     return str(tensor.dtype).removeprefix("torch.")
 
 

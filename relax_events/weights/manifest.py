@@ -23,6 +23,8 @@ class Weights:
     policy_version: int
     tensors: Mapping[str, Tensor]
     digest: bytes
+    transport: str = "store"
+    """How the tensors came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +69,8 @@ class WeightManifest:
             return cls(value["policy_version"], value["model_type"], bytes.fromhex(value["digest"]), files, tensors)
         except (ValueError, KeyError, TypeError) as error:
             raise WeightsError(f"weight manifest can't be read: {type(error).__name__}: {error}") from error
+
+
+def tensor_header(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Give what stands before a tensor's values where the digest of weights is taken."""
+    return f"{name}\0{dtype}\0{list(shape)}\0".encode()

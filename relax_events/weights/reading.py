@@ -12,7 +12,7 @@ from safetensors import SafetensorError, deserialize
 from relax_events.errors import ObjectError, WeightsError
 from relax_events.events.parts import ObjectRef
 from relax_events.objects import ObjectStore
-from relax_events.weights.manifest import TensorEntry, WeightManifest, Weights
+from relax_events.weights.manifest import TensorEntry, WeightManifest, Weights, tensor_header
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,7 +91,7 @@ def _raw_digest(tensors: Mapping[str, RawTensor]) -> bytes:
     digest = sha256()
     for name in sorted(tensors):
         raw = tensors[name]
-        digest.update(f"{name}\0{raw.dtype}\0{list(raw.shape)}\0".encode())
+        digest.update(tensor_header(name, raw.dtype, raw.shape))
         digest.update(raw.data)
     return digest.digest()
 

@@ -6,12 +6,12 @@ themselves move. `publish` runs in the trainer before the version is announced, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from relax_events.errors import WeightsError
 from relax_events.events.parts import ObjectRef
-from relax_events.events.types import PolicyVersionPublished
+from relax_events.events.types import Event, PolicyVersionPublished
 from relax_events.objects import ObjectStore
 from relax_events.weights.manifest import Weights
 from relax_events.weights.reading import read_weights
@@ -28,11 +28,15 @@ class WeightsTransport(Protocol):
     def publish(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> tuple[ObjectRef, bytes]:
         """Make a version available; return its artifact's reference and the weights' digest.
 
-        The tensors may change once this returns. Waits for no reader.
+        The tensors are the transport's: nobody may change them any more. Waits for no reader.
 
         Raises:
             ObjectError: The artifact could not be written; the version must not be announced.
         """
+        ...
+
+    def is_coming(self, published: PolicyVersionPublished) -> bool:
+        """Tell whether the version is under way to us at this instant: a fetch a little later costs less, or nothing."""
         ...
 
     def fetch(self, published: PolicyVersionPublished) -> Weights:
@@ -41,6 +45,14 @@ class WeightsTransport(Protocol):
         Raises:
             WeightsError: It is incomplete, altered or gone; go on with the version at hand.
         """
+        ...
+
+    def follow(self, wake: Callable[[], None]) -> Callable[[Event], None]:
+        """Begin to take what is sent to us: give a listener for the control log, and call `wake`, from any thread, when something has come."""
+        ...
+
+    def close(self) -> None:
+        """End what is under way."""
         ...
 
 
@@ -53,9 +65,20 @@ class VersionsOnly:
         """Refuse: there is nothing by which tensors could travel."""
         raise WeightsError(f"policy version {policy_version} with {len(tensors)} tensors can't be published without a transport; use another one")
 
+    def is_coming(self, published: PolicyVersionPublished) -> bool:
+        """Return False: there is nothing to wait for."""
+        return False
+
     def fetch(self, published: PolicyVersionPublished) -> Weights:
         """Give the version, without a tensor and at no cost."""
         return Weights(published.policy_version, {}, published.artifact.digest)
+
+    def follow(self, wake: Callable[[], None]) -> Callable[[Event], None]:
+        """Listen to nothing: nobody sends us anything."""
+        return lambda _: None
+
+    def close(self) -> None:
+        """Do nothing: nothing is open."""
 
 
 class StoreTransport:
@@ -72,6 +95,10 @@ class StoreTransport:
 
         return write_weights(self._store, tensors, policy_version=policy_version)
 
+    def is_coming(self, published: PolicyVersionPublished) -> bool:
+        """Return False: what is announced is in the store."""
+        return False
+
     def fetch(self, published: PolicyVersionPublished) -> Weights:
         """See `WeightsTransport.fetch`."""
         weights = read_weights(self._store, published.artifact)
@@ -80,3 +107,10 @@ class StoreTransport:
                 f"{published.artifact.uri} was announced as policy version {published.policy_version}, it holds {weights.policy_version}"
             )
         return weights
+
+    def follow(self, wake: Callable[[], None]) -> Callable[[Event], None]:
+        """Listen to nothing: nobody sends us anything."""
+        return lambda _: None
+
+    def close(self) -> None:
+        """Do nothing: nothing is open."""

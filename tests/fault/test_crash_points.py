@@ -9,7 +9,7 @@ import pytest
 from harness import FaultRun, assert_books_balance, mark_of
 
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import PolicyEvaluated, TrainStepCommitted
+from relax_events.events.types import EnginesEnlisted, PolicyEvaluated, TrainStepCommitted
 from relax_events.pipeline.failpoints import POINTS
 
 STEPS = 14
@@ -25,6 +25,7 @@ BY_DEFAULT = [
         "trainer.in_transaction:2",
         "controller.after_command",
     ),
+    ("weights.broadcasting:3", "rollout.receiving:2"),
 ]
 LONG = [
     (
@@ -67,13 +68,14 @@ def test_every_point_has_its_turn() -> None:
 def test_run_ends_by_itself_when_workers_kill_themselves_at(points: tuple[str, ...], start_run: Callable[..., FaultRun], directory: Path) -> None:
     # Two advantage workers, so that one hands partitions over to the other; a reward function that raises, so that prompt groups end untrained.
     evaluation = {"every": 3, "datasets": [{"name": name, "source": f"jsonl:{directory / 'prompts.jsonl'}"} for name in ("one", "two")]}
-    is_evaluated, is_taught = (points[0].startswith(role) for role in ("evaluator.", "teacher."))
+    is_evaluated, is_taught, is_broadcast = (points[0].startswith(place) for place in ("evaluator.", "teacher.", "weights.broadcasting"))
     run = start_run(
         run={"num_steps": STEPS_OF_ONE_ROLE if is_taught else STEPS},
         evaluation=evaluation if is_evaluated else {},
         algorithm={"distill_coefficient": 0.1} if is_taught else {"name": "ppo"} if points[0].startswith("critic.") else {},
         teacher={"model_path": str(directory / "model")} if is_taught else {},
         trainer={"checkpoint_every": 3},
+        weights={"transport": "gloo", "bucket_bytes": 4096, "overlap": True} if is_broadcast else {},
         workers={"advantage": 2},
         reward={"function": f"{directory / 'reward.py'}:badly", "timeout_seconds": 1.0},
     )
@@ -84,6 +86,8 @@ def test_run_ends_by_itself_when_workers_kill_themselves_at(points: tuple[str, .
     assert_books_balance(run)
     if is_evaluated:
         assert_evaluated_once(run)
+    if is_broadcast:
+        assert_broadcast_again(run)
 
 
 def assert_evaluated_once(run: FaultRun) -> None:
@@ -96,3 +100,16 @@ def assert_evaluated_once(run: FaultRun) -> None:
     assert len(set(names)) == len(names)
     assert {(version, name) for version in (0, STEPS) for name in ("one", "two")} <= set(names)
     assert all(event.weights_digest == digests[event.policy_version] for event in found if event.policy_version)
+
+
+def assert_broadcast_again(run: FaultRun) -> None:
+    """Assert that engine and trainer came together again after each of them had died, and that every life of the engine began by the store."""
+    codec = EventCodec()
+    lists = [event for record in run.records("control.policy-versions") if isinstance(event := codec.decode(record.value), EnginesEnlisted)]
+    assert [told.list_version for told in lists] == list(range(1, len(lists) + 1))
+    assert len({told.ticket for told in lists}) == 2, "of two trainers"
+    starts = [line["timestamp"] for line in run.logged("rollout-0", "worker.started")]
+    loads = run.logged("rollout-0", "weights.loaded")
+    lives = [[line["transport"] for line in loads if start < line["timestamp"] < end] for start, end in zip(starts, [*starts[1:], "9"], strict=True)]
+    assert [ways[0] for ways in lives] == ["store", "store"]
+    assert "gloo" in lives[-1]

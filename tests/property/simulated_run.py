@@ -6,6 +6,7 @@ loop makes once a round. So whoever calls `turn` decides the interleaving, and t
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import threading
@@ -35,7 +36,7 @@ from relax_events.pipeline import control, map_role, worker
 from relax_events.pipeline.map_role import MapRole
 from relax_events.pipeline.worker import Worker
 from relax_events.topics import TopicPlan
-from relax_events.training import commit
+from relax_events.training import commit, publishing
 from relax_events.training.protocol import StepFigures, TrainerState
 from relax_events.training.ranks import SingleRank
 from workers import advantage, prompter, trainer
@@ -154,11 +155,32 @@ class Prompts:
         return PromptRow(messages=[ChatMessage.of_text("user", f"row {row}")], answer=UNSCORABLE if row % 7 == 5 else "", metadata="{}")
 
 
+class LateWriter:
+    """Stands for the thread that writes weights beside the next step: what it is given is done when somebody asks for the second time."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def submit(self, write: Callable[..., Any], *arguments: Any, **keywords: Any) -> LateWriter:
+        self._write, self._num_asked = functools.cache(lambda: write(*arguments, **keywords)), 0
+        return self
+
+    def done(self) -> bool:
+        self._num_asked += 1
+        return self._num_asked > 1
+
+    def result(self) -> Any:
+        return self._write()
+
+    def shutdown(self, **_: Any) -> None:
+        pass
+
+
 class SimulatedRun:
     """The processes of a run, and what lies on its log."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **run: Any) -> None:
-        self.config = RunConfig.model_validate({**SETTINGS, "run": SETTINGS["run"] | run})
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, overlap: bool = False, **run: Any) -> None:
+        self.config = RunConfig.model_validate({**SETTINGS, "run": SETTINGS["run"] | run, "weights": {"overlap": overlap}})
         self.kafka, self.plan, self.codec = MemoryKafka(), TopicPlan.of(self.config), EventCodec()
         self.store = ObjectStore.open("memory://")
         for spec in self.plan.specs():
@@ -179,6 +201,7 @@ class SimulatedRun:
         monkeypatch.setattr(producer, "Producer", partial(MemoryProducer, self.kafka))
         monkeypatch.setattr(transactions, "Producer", partial(MemoryProducer, self.kafka))
         monkeypatch.setattr(commit, "Admin", lambda _: MemoryAdmin(self.kafka))
+        monkeypatch.setattr(publishing, "ThreadPoolExecutor", LateWriter)
         monkeypatch.setattr(worker, "WorkerEndpoint", Endpoint)
         monkeypatch.setattr(worker, "configure_logs", lambda *_, **__: None)
         monkeypatch.setattr(control.ControlFollower, "_follow", lambda _: None)
@@ -276,9 +299,7 @@ class SimulatedRun:
             sample = event_samples.rolled_out(
                 issued.prompt_group_id, index, version=policy_version, of=issued.samples_per_prompt, row=issued.row, answer=issued.answer
             )
-            record = self.engine.sample_record(
-                "rollout.samples", sample, prompt_group_id=issued.prompt_group_id, policy_version=policy_version
-            )
+            record = self.engine.sample_record("rollout.samples", sample, prompt_group_id=issued.prompt_group_id, policy_version=policy_version)
             self.engine.producer.send(record)
         self.engine.producer.flush()
 
@@ -302,5 +323,3 @@ def _wait_for_version(self: control.ControlFollower, version: int, *, timeout_se
     """Stand in for the wait of a thread on another."""
     self.turn(timeout_seconds=0)
     return self.policy_version >= version
-
-

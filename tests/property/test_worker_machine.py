@@ -38,10 +38,13 @@ indices = st.integers(0, 50)
 class WorkerMachine(RuleBasedStateMachine):
     """Rules are faults and turns; what they are given picks among what is there."""
 
+    overlap = False
+    """Whether the trainer writes weights beside its next step."""
+
     def __init__(self) -> None:
         super().__init__()
         self._patches = pytest.MonkeyPatch()
-        self.run = SimulatedRun(self._patches)
+        self.run = SimulatedRun(self._patches, overlap=self.overlap)
         self.zombies: list[Any] = []
 
     @initialize()
@@ -224,8 +227,13 @@ class WorkerMachine(RuleBasedStateMachine):
         self.run.kafka.append(place, key=prompt_group_id.encode(), value=value, headers=headers)
 
 
+class OverlapMachine(WorkerMachine):
+    """The same, of a trainer that is ahead of the log by a step."""
 
-def explore(*, max_examples: int, is_fixed: bool = True) -> None:
+    overlap = True
+
+
+def explore(*, max_examples: int, is_fixed: bool = True, machine: type[WorkerMachine] = WorkerMachine) -> None:
     """Run the machine; what it finds is shrunk only when the examples are new ones."""
     chosen = settings(
         max_examples=max_examples,
@@ -237,7 +245,7 @@ def explore(*, max_examples: int, is_fixed: bool = True) -> None:
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate] if is_fixed else [Phase.generate, Phase.shrink],
     )
-    run_state_machine_as_test(WorkerMachine, settings=chosen)
+    run_state_machine_as_test(machine, settings=chosen)
 
 
 def test_promises_hold_under_every_interleaving_and_crash() -> None:
@@ -246,8 +254,9 @@ def test_promises_hold_under_every_interleaving_and_crash() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_promises_hold_under_many_more() -> None:
-    explore(max_examples=500, is_fixed=False)
+@pytest.mark.parametrize("machine", [WorkerMachine, OverlapMachine])
+def test_promises_hold_under_many_more(machine: type[WorkerMachine]) -> None:
+    explore(max_examples=500, is_fixed=False, machine=machine)
 
 
 def commit_before_output(role: MapRole, records: list[Any]) -> None:

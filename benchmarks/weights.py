@@ -1,0 +1,225 @@
+"""How fast a policy version is sent to an engine, and what of it the trainer's step waits for: `python -m benchmarks.weights`."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from benchmarks import report, weights_runs
+from benchmarks.timed_run import open_stage, show
+from relax_events.config import WeightsConfig
+from relax_events.events.types import EnginesEnlisted
+from relax_events.objects import ObjectStore
+from relax_events.telemetry.metrics import WorkerMetrics
+from relax_events.weights.artifacts import delete_weights, weights_digest, write_weights
+from relax_events.weights.broadcast.receiver import Receiver
+from relax_events.weights.broadcast.sender import Broadcaster
+from relax_events.weights.reading import read_weights
+
+NUM_ROUNDS = 9
+NUM_LAYERS, HIDDEN = 16, 1024
+GOAL_RATIO, GOAL_SHARE = 0.8, 0.02
+PATIENCE_SECONDS = 60.0
+QUESTION = """\
+**How fast.** {mebibytes} MiB of float32 tensors of a transformer's shapes go from one process to another on one machine, {rounds} rounds,
+the ways in turn. *Broadcast* is the transport `gloo` from the offer to the receiver's finished digest, proof included. Beside it: torch's
+own `broadcast` of the same bytes in one flat tensor, without any proof; a copy of a file of the same bytes, in the page cache; and the way
+by the store, written and read with all digests.
+
+**What a step waits for.** {runs}"""
+
+
+def tensors_of(seed: int) -> dict[str, Tensor]:
+    """Make the weights of a transformer without its head."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"q_proj": (HIDDEN, HIDDEN), "o_proj": (HIDDEN, HIDDEN), "up_proj": (2 * HIDDEN, HIDDEN), "norm": (HIDDEN,)}
+    names = {f"model.layers.{layer}.{name}.weight": shape for layer in range(NUM_LAYERS) for name, shape in shapes.items()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
+
+
+def receive(told: Connection, first: Mapping[str, Tensor]) -> None:
+    """Be an engine's worker: join whoever the parent names, and say when a version has come."""
+    receiver = Receiver("rollout-0", WeightsConfig(), metrics=WorkerMetrics("rollout").weights)
+    receiver.served(0, first)
+    receiver.note(told.recv())
+    receiver.start(lambda: told.send("arrived"))
+    told.recv()
+    receiver.close()
+
+
+def receive_plainly(told: Connection, port: int, num_bytes: int) -> None:
+    """Be the other rank of a plain group, and say when a tensor has come."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=1, world_size=2, timeout=timedelta(seconds=PATIENCE_SECONDS))
+    flat = torch.zeros(num_bytes, dtype=torch.uint8)
+    while told.recv() == "next":
+        dist.broadcast(flat, src=0)
+        told.send("arrived")
+    dist.destroy_process_group()
+
+
+@contextmanager
+def process(target: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
+    """Run a function in a process of its own, and give the pipe to it."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    started = context.Process(target=target, args=(theirs, *arguments))
+    started.start()
+    try:
+        yield ours
+        ours.send("end")
+        started.join(PATIENCE_SECONDS)
+    finally:
+        started.kill()
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Return the seconds that something takes."""
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def ways(stack: ExitStack, tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Callable[[int], float]]:
+    """Open every way, and give functions that send a version by it and return the seconds."""
+    digest, num_bytes = weights_digest(tensors), sum(tensor.nbytes for tensor in tensors.values())
+    lists: list[EnginesEnlisted] = []
+    broadcaster = stack.enter_context(
+        closing(Broadcaster(WeightsConfig(transport="gloo"), metrics=WorkerMetrics("t").weights, announce=lists.append))
+    )
+    engine = stack.enter_context(process(receive, tensors))
+    engine.send(lists[0])
+    while not broadcaster.engines:
+        time.sleep(0.01)
+    flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()])
+    port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port  # free once it is dropped
+    plain = stack.enter_context(process(receive_plainly, port, num_bytes))
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2, timeout=timedelta(seconds=PATIENCE_SECONDS))
+    stack.callback(dist.destroy_process_group)
+    store = ObjectStore.open((folder / "objects").as_uri())
+    source = folder / "source"
+    source.write_bytes(flat.numpy().data)
+
+    def broadcast(version: int) -> None:
+        snapshot = broadcaster.offer(tensors, policy_version=version)
+        assert snapshot is not None
+        snapshot.digest.set_result(digest)
+        assert engine.poll(PATIENCE_SECONDS)
+        engine.recv()
+
+    def broadcast_plainly(_: int) -> None:
+        plain.send("next")
+        dist.broadcast(flat, src=0)
+        assert plain.poll(PATIENCE_SECONDS)
+        plain.recv()
+
+    def by_store(version: int) -> None:
+        reference, _ = write_weights(store, tensors, policy_version=version)
+        read_weights(store, reference)
+        delete_weights(store, version)
+
+    return {
+        "broadcast": lambda version: timed(lambda: broadcast(version)),
+        "plain gloo": lambda version: timed(lambda: broadcast_plainly(version)),
+        "file copy": lambda _: timed(lambda: shutil.copyfile(source, folder / "copy")),
+        "store, written and read": lambda version: timed(lambda: by_store(version)),
+    }
+
+
+def measure_ways(num_rounds: int) -> tuple[int, dict[str, list[float]]]:
+    """Send versions by every way in turn; return their bytes, and the seconds by way. A first round warms up."""
+    tensors = tensors_of(0)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        functions = ways(stack, tensors, Path(folder))
+        rounds = [{name: function(version) for name, function in functions.items()} for version in range(1, num_rounds + 2)]
+    return sum(tensor.nbytes for tensor in tensors.values()), {name: [one[name] for one in rounds[1:]] for name in rounds[0]}
+
+
+def speed_rows(num_bytes: int, seconds: Mapping[str, Sequence[float]]) -> list[dict[str, str]]:
+    """Write the speeds for people."""
+    ours = seconds["broadcast"]
+    return [
+        {
+            "way": name,
+            "MB/s, median": f"{num_bytes / statistics.median(taken) / 1e6:,.0f}",
+            "broadcast beside it, median of the paired ratios": f"{statistics.median(b / a for a, b in zip(ours, taken, strict=True)):.2f}",
+        }
+        for name, taken in seconds.items()
+    ]
+
+
+def run_rows(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Write the runs for people."""
+    rows = []
+    for side in weights_runs.SIDES:
+        runs = [one for one in measured if one["side"] == side]
+        median = {key: statistics.median(run[key] for run in runs) for key in ("step_seconds", "exposed_seconds", "served_seconds")}
+        rows.append(
+            {
+                "weights": side,
+                "step, s": f"{median['step_seconds']:.2f}",
+                "exposed, s": f"{median['exposed_seconds']:.3f}",
+                "of a step, each run": ", ".join(f"{run['exposed_seconds'] / run['step_seconds']:.1%}" for run in runs),
+                "served after, s": f"{median['served_seconds']:.3f}",
+            }
+        )
+    return rows
+
+
+def publish(num_bytes: int, seconds: Mapping[str, Sequence[float]], measured: Sequence[Mapping[str, Any]]) -> None:
+    """Write the page."""
+    ours = seconds["broadcast"]
+    ratios = {name: statistics.median(b / a for a, b in zip(ours, taken, strict=True)) for name, taken in seconds.items()}
+    shares = [run["exposed_seconds"] / run["step_seconds"] for run in measured if run["side"] == "gloo, overlap"]
+    plain, copy = ratios["plain gloo"], ratios["file copy"]
+    report.write(
+        "weights",
+        title="Weights on their way to the engines",
+        question=QUESTION.format(mebibytes=num_bytes >> 20, rounds=NUM_ROUNDS, runs=weights_runs.DESCRIPTION),
+        command="python -m benchmarks.weights",
+        tables={"How fast": speed_rows(num_bytes, seconds), "What a step waits for": run_rows(measured)},
+        conclusion=f"A broadcast with its proof has {plain:.0%} of the speed of torch's plain one, {aim(plain, GOAL_RATIO)} of the aim of "
+        f"{GOAL_RATIO:.0%}, and {copy:.0%} of that of a file copy, {aim(copy, GOAL_RATIO)}. With overlap a step waits for its weights for at most "
+        f"{max(shares):.1%} of its time, {aim(-max(shares), -GOAL_SHARE)} of the aim of {GOAL_SHARE:.0%}.",
+        data={"seconds": seconds, "runs": measured},
+    )
+
+
+def aim(value: float, goal: float) -> str:
+    """Tell on which side of a goal a value is, the more the better."""
+    return "within" if value >= goal else "short"
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    """Measure and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each side")
+    options = parser.parse_args(arguments)
+    num_bytes, seconds = measure_ways(NUM_ROUNDS)
+    for row in speed_rows(num_bytes, seconds):
+        show(row)
+    measured = []
+    with open_stage(None) as stage:
+        for _ in range(options.repeats):
+            for side in weights_runs.SIDES:
+                measured.append(weights_runs.measure(stage, side))
+                show(measured[-1])
+    publish(num_bytes, seconds, measured)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,32 @@
+"""A trainer that takes a given time for a step, as the timed one does, and has weights of a real size."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from benchmarks.timed_trainer import TimedBackend
+from relax_events.config import RunConfig
+from relax_events.training.protocol import StepFigures
+from relax_events.training.ranks import Ranks
+
+NUM_TENSORS, NUM_VALUES = 16, 1 << 20
+
+
+class HeavyBackend(TimedBackend):
+    """64 MiB of weights, all of which change in each step."""
+
+    def __init__(self, config: RunConfig, *, ranks: Ranks) -> None:
+        super().__init__(config, ranks=ranks)
+        self._tensors = {f"layers.{number}.weight": torch.zeros(NUM_VALUES) for number in range(NUM_TENSORS)}
+
+    def step(self) -> StepFigures:
+        """Wait for the devices, and change the weights."""
+        figures = super().step()
+        for tensor in self._tensors.values():
+            tensor += 1.0
+        return figures
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copy them, as the trainer of a model does."""
+        return {name: tensor.clone() for name, tensor in self._tensors.items()}

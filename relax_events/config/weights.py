@@ -1,0 +1,27 @@
+"""The section `weights`: how policy versions reach the engines."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from relax_events.config.base import Seconds, Section
+
+
+class WeightsConfig(Section):
+    """How new policy versions reach the rollout workers. The object store has every version, whatever is set here."""
+
+    transport: Literal["store", "gloo", "nccl"] = "store"
+    """`store`: from the object store. `gloo`, `nccl`: the trainer sends them to the rollout workers that are present, over TCP or between GPUs;
+    who was not there, or did not get a version whole and in time, takes it from the store."""
+    overlap: bool = False
+    """Write a version, and commit the step that made it, while the next step is trained; else the trainer waits for the store."""
+    host: str = "127.0.0.1"
+    """Address of the trainer's machine, on which it listens for engines; the workers of other machines need one that they can reach."""
+    bucket_bytes: Annotated[int, Field(ge=64, multiple_of=64)] = 16 * 1024 * 1024
+    """Bytes that are sent at a time."""
+    deadline_seconds: Seconds = 60.0
+    """How long sending a version to an engine may take; one that takes longer is left to the store, and joins again."""
+    stall_seconds: Seconds = 10.0
+    """How long a bucket may take; whoever hangs on the way is given up after this."""

@@ -1,0 +1,153 @@
+"""Makes trained steps real, and tends what follows from it. Rank 0 only.
+
+    trained --> weights to the store, and to engines --> one transaction: step, outcomes, version, offsets --> what nobody wants any more goes
+
+With `weights.overlap` the weights are written while the next step is trained already, and the step's record waits for them: the trainer is
+ahead of the log by one step. A crash in between costs that step's training and no more: on the log it never was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from relax_events.broker.consumer import LogReader
+from relax_events.events.parts import CheckpointRef, ObjectRef
+from relax_events.events.types import PromptGroupEnded, TrainStepCommitted
+from relax_events.objects import ObjectStore
+from relax_events.pipeline.failpoints import failpoint
+from relax_events.pipeline.worker import Worker
+from relax_events.training.checkpoints import Checkpoints
+from relax_events.training.commit import StepCommitter
+from relax_events.training.step_record import StepShare
+from relax_events.weights.artifacts import delete_weights, stored_versions
+from relax_events.weights.opening import open_sending
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedStep:
+    """A step that is trained, as its record will tell it."""
+
+    train_step: int
+    shares: Sequence[StepShare]
+    figures: Mapping[str, float]
+    phase_seconds: Mapping[str, float]
+    checkpoint: CheckpointRef | None
+
+
+class StepPublisher:
+    """See the module's docstring. Used by the trainer's thread."""
+
+    def __init__(self, worker: Worker, reader: LogReader, *, store: ObjectStore, checkpoints: Checkpoints) -> None:
+        """Fence every earlier trainer of the run."""
+        self._worker, self._store, self._checkpoints = worker, store, checkpoints
+        self._committer = StepCommitter(worker, reader)
+        self._transport = open_sending(worker, store)
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-writer")
+        self._written: Future[tuple[ObjectRef, bytes]] = Future()
+        self._trained: TrainedStep | None = None
+        self._pruned_to: CheckpointRef | None = None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a trained step is not committed."""
+        return self._trained is not None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the weights of the step at hand are."""
+        return self._written.done()
+
+    def publish_initial(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> None:
+        """Publish the version that the run begins with."""
+        artifact, _ = self._transport.publish(tensors, policy_version=policy_version)
+        self._committer.publish_initial(artifact, policy_version=policy_version)
+
+    def write(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> None:
+        """Write a version, which is a snapshot: nobody may change it. With `weights.overlap` this only begins.
+
+        Raises:
+            ObjectError: It can't be written.
+        """
+        if self._worker.config.weights.overlap:
+            self._written = self._writer.submit(self._transport.publish, tensors, policy_version=policy_version)
+        else:
+            self._written = Future()
+            self._written.set_result(self._transport.publish(tensors, policy_version=policy_version))
+
+    def await_written(self) -> None:
+        """Wait until it is written.
+
+        Raises:
+            ObjectError: It can't be.
+        """
+        self._written.result()
+
+    def trained(self, step: TrainedStep) -> None:
+        """Take over a step whose weights are being written."""
+        self._trained = step
+
+    def settle(self) -> None:
+        """Commit the step that is trained, if there is one, once its weights are written.
+
+        Raises:
+            ObjectError: They could not be.
+            Fenced: Another trainer took over.
+        """
+        if self._trained is None:
+            return
+        artifact, digest = self._written.result()
+        failpoint("trainer.after_weights")
+        trained, self._trained = self._trained, None
+        committed = self._committer.commit_step(
+            trained.shares,
+            train_step=trained.train_step,
+            artifact=artifact,
+            digest=digest,
+            figures=trained.figures,
+            phase_seconds=trained.phase_seconds,
+            checkpoint=trained.checkpoint,
+        )
+        failpoint("trainer.after_commit")
+        self._report(committed)
+        self._forget_old(committed)
+
+    def commit_outcomes(self, ended: Sequence[PromptGroupEnded], *, train_step: int) -> None:
+        """Commit ends that should not wait for the train step at work; no trained step may be left."""
+        self._committer.commit_outcomes(ended, train_step=train_step)
+
+    def forget_unwanted(self, policy_version: int) -> None:
+        """Delete all weights that no engine can want: a crash between a commit and its clean-up leaves some here."""
+        unwanted = self._newest_unwanted(policy_version)
+        delete_weights(self._store, *(old for old in stored_versions(self._store) if 0 < old <= unwanted))
+
+    def _report(self, step: TrainStepCommitted) -> None:
+        self._worker.beats.policy_version = step.policy_version
+        figures: dict[str, Any] = {name: round(value, 6) for name, value in step.figures.items()}
+        log.info("train_step.committed", train_step=step.train_step, staleness_counts=step.staleness_counts, **figures)
+
+    def _forget_old(self, step: TrainStepCommitted) -> None:
+        """Delete what the step just committed made superfluous: weights that no engine can want, checkpoints but the newest."""
+        if (unwanted := self._newest_unwanted(step.policy_version)) > 0:
+            delete_weights(self._store, unwanted)
+        if step.checkpoint is not None and step.checkpoint != self._pruned_to:
+            self._pruned_to = step.checkpoint
+            self._checkpoints.prune(step.checkpoint)
+
+    def _newest_unwanted(self, version: int) -> int:
+        return version - max(2 * self._worker.plan.num_slots, self._worker.config.run.retain_versions)
+
+    def close(self) -> None:
+        """Leave nothing open; what is not committed by now will be trained again."""
+        self._transport.close()
+        self._writer.shutdown(wait=False, cancel_futures=True)
+        self._committer.close()

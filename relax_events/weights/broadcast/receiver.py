@@ -1,0 +1,279 @@
+"""Takes policy versions from the trainer, beside the engine's work, and keeps the newest until it is asked for.
+
+    control log      a list says where the trainer is --> join: a line, a group of two
+    own thread       a version comes --> row of bytes, its digest taken bucket by bucket --> kept; the worker is woken
+    worker's thread  take(version, digest) --> its tensors, if they are those that the published artifact names
+
+A version that arrives is nobody's before its artifact is published. What is not whole by the deadline is dropped, and the line with it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor
+
+from relax_events.broker.deadline import Deadline
+from relax_events.config import WeightsConfig
+from relax_events.errors import EnvironmentProblem
+from relax_events.events.types import EnginesEnlisted
+from relax_events.pipeline.failpoints import failpoint
+from relax_events.telemetry.redaction import hide
+from relax_events.telemetry.weight_metrics import WeightMetrics
+from relax_events.weights.broadcast.layout import Layout, RowDigest
+from relax_events.weights.broadcast.line import Line
+from relax_events.weights.broadcast.pair import LinkLost, Meeting, Pair, form_pair, require_backend
+
+log = structlog.get_logger()
+RETRY_SECONDS = 2.0
+"""Wait before a trainer that was lost is asked again; twice as long each time that it does not take us in."""
+MAX_RETRY_SECONDS = 60.0
+CLOSE_SECONDS = 2.0
+"""What leaving takes besides the bucket that is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A version that came, unproven: whether it is what was published is for the digest to say."""
+
+    policy_version: int
+    layout: Layout
+    row: Tensor
+    digest: bytes
+
+
+class Receiver:
+    """See the module's docstring. It holds two rows: one is received into, the other one is the engine's until it takes the next."""
+
+    def __init__(self, worker_id: str, config: WeightsConfig, *, metrics: WeightMetrics) -> None:
+        """Do nothing until `start`.
+
+        Args:
+            worker_id: Names us to the trainer.
+            config: Deadlines; the rest is the trainer's to say.
+            metrics: Of this worker.
+        """
+        self._worker_id, self._config, self._metrics = worker_id, config, metrics
+        self._wake: Callable[[], None] = lambda: None
+        self._changed = threading.Condition()
+        self._list: EnginesEnlisted | None = None
+        self._lost_ticket = ""
+        self._retry_at, self._retry_seconds = 0.0, RETRY_SECONDS
+        self._layout: Layout | None = None
+        self._served_version = -1
+        self._coming_version = -1
+        self._arrived: Arrived | None = None
+        self._rows: list[Tensor] = []
+        self._handed_out: Tensor | None = None
+        self._line: Line | None = None
+        self._pair: Pair | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="broadcast", daemon=True)
+
+    def start(self, wake: Callable[[], None]) -> None:
+        """Join whenever there is a trainer.
+
+        Args:
+            wake: Called, from our thread, when a version has come or will not come any more.
+        """
+        self._wake = wake
+        self._thread.start()
+
+    def note(self, enlisted: EnginesEnlisted) -> None:
+        """Take note of a list; a trainer that is new is asked at once. One of a trainer that was replaced comes late, and counts for nothing."""
+        with self._changed:
+            if self._list is not None and enlisted.list_version <= self._list.list_version:
+                return
+            if self._list is None or enlisted.ticket != self._list.ticket:
+                hide(enlisted.ticket)
+                if self._line is not None:  # to a trainer that is none any more
+                    self._line.hang_up()
+            self._list = enlisted
+            self._changed.notify_all()
+
+    @property
+    def transport(self) -> str:
+        """By what the trainer sends."""
+        return self._list.transport if self._list is not None else ""
+
+    def served(self, policy_version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Take note of the version that was taken from the store; what the trainer sends must be laid out as it is."""
+        with self._changed:
+            self._served_version = policy_version
+            if self._layout is None:
+                self._layout = Layout.of(tensors)
+                self._changed.notify_all()
+
+    def is_coming(self, policy_version: int) -> bool:
+        """Tell whether a version is under way at this instant."""
+        return self._coming_version == policy_version
+
+    def take(self, policy_version: int, digest: bytes) -> Mapping[str, Tensor] | None:
+        """Give the tensors of a version if they have come and have this digest; they stay as they are until the next is taken."""
+        with self._changed:
+            arrived, self._arrived = self._arrived, None
+            if arrived is None or arrived.policy_version != policy_version:
+                self._arrived = arrived if arrived is not None and arrived.policy_version > policy_version else None
+                return None
+            if arrived.digest != digest:
+                self._rows.append(arrived.row)
+                self._metrics.failed("torn")
+                log.error("weights.torn", policy_version=policy_version, digest=arrived.digest.hex(), published=digest.hex())
+                return None
+            if self._handed_out is not None:
+                self._rows.append(self._handed_out)
+            self._handed_out, self._served_version = arrived.row, policy_version
+        return arrived.layout.views(arrived.row)
+
+    def close(self) -> None:
+        """Leave the trainer."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            if self._line is not None:
+                self._line.hang_up()
+            if self._pair is not None:
+                self._pair.abort()
+        if self._thread.ident is not None:
+            self._thread.join(self._config.stall_seconds + CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        while (enlisted := self._await_trainer()) is not None:
+            try:
+                self._join(enlisted)
+            except (LinkLost, EnvironmentProblem) as error:
+                with self._changed:
+                    self._line, self._pair = None, None
+                    self._lost_ticket, self._retry_at = enlisted.ticket, time.monotonic() + self._retry_seconds
+                    self._retry_seconds = min(2 * self._retry_seconds, MAX_RETRY_SECONDS)
+                    is_closed = self._is_closed
+                if not is_closed:
+                    log.warning("broadcast.lost", address=enlisted.address, error=str(error))
+                    self._wake()
+
+    def _await_trainer(self) -> EnginesEnlisted | None:
+        """Wait until a trainer is known, is due to be asked, and can send us something that we know; None when we are closed."""
+        with self._changed:
+            while not self._is_closed:
+                enlisted = self._list if self._layout is not None else None
+                is_lost = enlisted is not None and enlisted.ticket == self._lost_ticket
+                wait_seconds = self._retry_at - time.monotonic() if is_lost else 0.0
+                if enlisted is not None and wait_seconds <= 0:
+                    return enlisted
+                self._changed.wait(wait_seconds or None)
+        return None
+
+    def _join(self, enlisted: EnginesEnlisted) -> None:
+        """Join a trainer's engines, and take what it sends until one of us leaves.
+
+        Raises:
+            LinkLost: One of us has left.
+            EnvironmentProblem: This machine has not what the trainer's backend needs.
+        """
+        host, _, port = enlisted.address.rpartition(":")
+        deadline = Deadline(self._config.deadline_seconds)
+        with Line.call(host, int(port), deadline=deadline) as line:
+            self._keep(line=line)
+            line.say(deadline=deadline, ticket=enlisted.ticket, worker_id=self._worker_id)
+            terms = Terms.of(line.hear(deadline))
+            backend = require_backend(terms.backend)
+            meeting = Meeting(host, terms.meeting_port, terms.group)
+            pair = form_pair(backend, meeting, rank=1, host=line.own_host, deadline=deadline)
+            try:
+                self._keep(line=line, pair=pair)
+                self._retry_seconds = RETRY_SECONDS
+                log.info("broadcast.joined", address=enlisted.address)
+                while True:
+                    self._answer(line.hear(), line, pair, bucket_bytes=terms.bucket_bytes)
+            finally:
+                pair.abort()
+
+    def _keep(self, *, line: Line, pair: Pair | None = None) -> None:
+        with self._changed:
+            self._line, self._pair = line, pair
+            if self._is_closed:
+                line.hang_up()
+
+    def _answer(self, offer: Mapping[str, Any], line: Line, pair: Pair, *, bucket_bytes: int) -> None:
+        """Take a version that is offered, or say why not."""
+        deadline = Deadline(self._config.deadline_seconds)
+        version, layout = offer.get("policy_version"), self._layout
+        if not isinstance(version, int) or layout is None or version <= self._served_version:
+            line.say(deadline=deadline, takes=False, reason=f"version {self._served_version} is here")
+            return
+        if offer.get("layout") != layout.digest:
+            with self._changed:
+                self._layout = None  # whoever loads the version from the store sees what is in it
+            self._metrics.failed("refused")
+            line.say(deadline=deadline, takes=False, reason="its tensors are others than those of the version before")
+            raise LinkLost(f"policy version {version} has other tensors than the version before")
+        row = self._open_row(version, layout)
+        try:
+            line.say(deadline=deadline, takes=True)
+            digest = self._received(pair, row, layout, buckets=layout.buckets(max_bytes=bucket_bytes), deadline=deadline)
+            with self._changed:
+                self._arrived, self._coming_version = Arrived(version, layout, row, digest), -1
+        except LinkLost:
+            self._metrics.failed("lost")
+            raise
+        finally:
+            self._coming_version = -1
+        self._metrics.moved(layout.num_bytes, transport=self.transport)
+        self._wake()
+        line.say(deadline=deadline, digest=digest.hex())
+
+    def _received(self, pair: Pair, row: Tensor, layout: Layout, *, buckets: Sequence[range], deadline: Deadline) -> bytes:
+        """Receive a version's buckets, and give the digest of its tensors, which is taken of one bucket while the next one comes.
+
+        Raises:
+            LinkLost: They did not come in time.
+        """
+        digest, arrived = RowDigest(layout, row), range(0)
+        for bucket in buckets:
+            transfer = pair.receive(row[bucket.start : bucket.stop], deadline.within(self._config.stall_seconds))
+            digest.take(arrived)
+            transfer.wait()
+            failpoint("rollout.receiving")
+            arrived = bucket
+        digest.take(arrived)
+        return digest.value()
+
+    def _open_row(self, policy_version: int, layout: Layout) -> Tensor:
+        """Give a row to receive into; what had come before and was not taken is passed over."""
+        with self._changed:
+            self._coming_version = policy_version
+            if self._arrived is not None:
+                self._rows.append(self._arrived.row)
+                self._arrived = None
+            fitting = [row for row in self._rows if len(row) == layout.num_bytes]
+            self._rows = fitting[1:]
+        return fitting[0] if fitting else torch.empty(layout.num_bytes, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a trainer says to an engine that it takes in."""
+
+    backend: str
+    meeting_port: int
+    group: str
+    bucket_bytes: int
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any]) -> Terms:
+        """Read them.
+
+        Raises:
+            LinkLost: They are incomplete.
+        """
+        try:
+            terms = cls(str(message["backend"]), int(message["meeting_port"]), str(message["group"]), int(message["bucket_bytes"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise LinkLost(f"the trainer's terms can't be read: {dict(message)}: {error}") from error
+        return terms

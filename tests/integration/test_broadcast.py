@@ -1,0 +1,352 @@
+"""Trainer and engines, real gloo between them, engines in processes of their own where they are killed: nobody waits for a bad one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from relax_events.broker.deadline import Deadline
+from relax_events.config import WeightsConfig
+from relax_events.errors import EnvironmentProblem, ObjectError
+from relax_events.events.parts import ObjectRef
+from relax_events.events.types import EnginesEnlisted, PolicyVersionPublished
+from relax_events.objects import ObjectStore
+from relax_events.pipeline.failpoints import VARIABLE
+from relax_events.telemetry.metrics import WorkerMetrics
+from relax_events.weights.artifacts import weights_digest
+from relax_events.weights.broadcast import receiver
+from relax_events.weights.broadcast.layout import Layout
+from relax_events.weights.broadcast.line import Line
+from relax_events.weights.broadcast.pair import LinkLost
+from relax_events.weights.broadcast.receiver import Receiver
+from relax_events.weights.broadcast.sender import Broadcaster
+from relax_events.weights.broadcast.transports import ReceivingTransport, SendingTransport
+
+PROGRAM = Path(__file__).parent / "broadcast_program.py"
+ROOT = Path(__file__).parents[2]
+PATIENCE_SECONDS = 30.0
+STALL_SECONDS = 2.0
+STEP_SECONDS = 1.5
+"""What publishing may cost the trainer, whatever the engines do: below what an engine that hangs is given."""
+
+
+def tensors_of(version: int, *, num_rows: int = 64) -> dict[str, Tensor]:
+    """Make the weights of a version: several buckets, tensors across their bounds."""
+    generator = torch.Generator().manual_seed(version)
+    return {
+        "model.embed_tokens.weight": torch.randn(num_rows, 33, generator=generator),
+        "model.norm.weight": torch.randn(33, generator=generator).to(torch.bfloat16),
+        "model.scale": torch.tensor(float(version)),
+    }
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition; fail when it does not come."""
+    deadline = Deadline(PATIENCE_SECONDS)
+    while not condition():
+        assert not deadline.passed, f"not within {PATIENCE_SECONDS:g} s: {what}"
+        time.sleep(0.005)
+
+
+class Trainer:
+    """A trainer's side, and the lists that it wrote."""
+
+    def __init__(self, store: ObjectStore, *, bucket_bytes: int = 1024, last_list: int = 0) -> None:
+        self.lists: list[EnginesEnlisted] = []
+        self.listeners: list[Callable[[EnginesEnlisted], object]] = []
+        self.metrics = WorkerMetrics("trainer")
+        config = WeightsConfig(transport="gloo", bucket_bytes=bucket_bytes, deadline_seconds=10.0, stall_seconds=STALL_SECONDS)
+        self.broadcaster = Broadcaster(config, metrics=self.metrics.weights, announce=self._tell, last_list=last_list)
+        self._transport = SendingTransport(store, self.broadcaster)
+
+    def _tell(self, enlisted: EnginesEnlisted) -> None:
+        self.lists.append(enlisted)
+        for listener in self.listeners:
+            listener(enlisted)
+
+    def tell(self, listener: Callable[[EnginesEnlisted], object]) -> None:
+        """Give a listener the newest list and those to come."""
+        self.listeners.append(listener)
+        listener(self.lists[-1])
+
+    def publish(self, version: int, tensors: Mapping[str, Tensor] | None = None) -> PolicyVersionPublished:
+        """Publish a version, and check that no engine held this up."""
+        started = time.monotonic()
+        artifact, _ = self._transport.publish(tensors_of(version) if tensors is None else tensors, policy_version=version)
+        assert time.monotonic() - started < STEP_SECONDS
+        return PolicyVersionPublished(policy_version=version, artifact=artifact, transports=["store", "gloo"], start_offsets=[])
+
+    def until_joined(self, *worker_ids: str) -> None:
+        """Wait until just these engines are sent new versions."""
+        until(lambda: self.broadcaster.engines == sorted(worker_ids), f"{worker_ids} have joined")
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+class Engine:
+    """A rollout worker's side in this process."""
+
+    def __init__(self, store: ObjectStore, worker_id: str) -> None:
+        self.metrics = WorkerMetrics("rollout")
+        self.receiver = Receiver(worker_id, WeightsConfig(stall_seconds=STALL_SECONDS), metrics=self.metrics.weights)
+        self.transport = ReceivingTransport(store, self.receiver)
+        self.woken = threading.Semaphore(0)
+        self.note = self.transport.follow(self.woken.release)
+
+    def fetch(self, published: PolicyVersionPublished) -> str:
+        """Fetch a version as the worker does, check it, and give the way that it came."""
+        until(lambda: not self.transport.is_coming(published), "nothing is under way")
+        weights = self.transport.fetch(published)
+        assert weights.policy_version == published.policy_version
+        assert weights_digest(weights.tensors) == weights.digest == weights_digest(tensors_of(weights.policy_version))
+        return weights.transport
+
+    def until_arrived(self, version: int) -> None:
+        """Wait until a version has come by broadcast."""
+        until(lambda: getattr(self.receiver._arrived, "policy_version", -1) == version, f"version {version} has arrived")
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+class EngineProcess:
+    """A rollout worker's side in a process of its own."""
+
+    def __init__(self, store: ObjectStore, worker_id: str, *, folder: Path, failpoint: str) -> None:
+        words = [sys.executable, str(PROGRAM), store.uri("").rstrip("/"), worker_id, str(STALL_SECONDS), str(folder)]
+        variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", VARIABLE: failpoint}
+        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
+
+    def note(self, enlisted: EnginesEnlisted) -> None:
+        self._write(asdict(enlisted))
+
+    def fetch(self, published: PolicyVersionPublished) -> str:
+        """Fetch a version, check it, and give the way that it came."""
+        artifact = {"uri": published.artifact.uri, "digest": published.artifact.digest.hex(), "num_bytes": published.artifact.num_bytes}
+        self._write({"policy_version": published.policy_version, "artifact": artifact})
+        told: dict[str, Any] = json.loads(self.process.stdout.readline())  # type: ignore[union-attr]
+        assert told["digest"] == weights_digest(tensors_of(told["policy_version"])).hex()
+        return str(told["transport"])
+
+    def _write(self, message: dict[str, Any]) -> None:
+        with suppress(BrokenPipeError, ValueError):  # it may have been killed
+            self.process.stdin.write(json.dumps(message) + "\n")  # type: ignore[union-attr]
+            self.process.stdin.flush()  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=10)
+
+
+@pytest.fixture(autouse=True)
+def retry_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engines that lost their trainer join again at once."""
+    monkeypatch.setattr(receiver, "RETRY_SECONDS", 0.1)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ObjectStore:
+    return ObjectStore.open((tmp_path / "objects").as_uri())
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def trainer(store: ObjectStore, opened: ExitStack) -> Trainer:
+    return opened.enter_context(closing(Trainer(store)))
+
+
+@pytest.fixture
+def make_engine(store: ObjectStore, trainer: Trainer, opened: ExitStack) -> Callable[[str], Engine]:
+    def make(worker_id: str) -> Engine:
+        engine = opened.enter_context(closing(Engine(store, worker_id)))
+        trainer.tell(engine.note)
+        return engine
+
+    return make
+
+
+def failures(metrics: WorkerMetrics) -> dict[str, float]:
+    """Give how many broadcasts failed, by reason."""
+    name = "relax_weights_broadcast_failures_total"
+    return {sample.labels["reason"]: sample.value for family in metrics.registry.collect() for sample in family.samples if sample.name == name}
+
+
+def test_engine_takes_its_first_version_from_the_store_and_the_next_from_the_trainer(trainer: Trainer, make_engine: Callable[[str], Engine]) -> None:
+    engine = make_engine("rollout-0")
+    assert engine.fetch(trainer.publish(0)) == "store"
+    trainer.until_joined("rollout-0")
+    for version in (1, 2, 3, 4):  # rows are used again
+        published = trainer.publish(version)
+        engine.until_arrived(version)
+        assert engine.woken.acquire(timeout=PATIENCE_SECONDS)
+        assert engine.fetch(published) == "gloo"
+    assert [(told.list_version, told.engines) for told in trainer.lists] == [(1, []), (2, ["rollout-0"])]
+    assert (failures(trainer.metrics), failures(engine.metrics)) == ({}, {})
+
+
+def test_lists_are_written_when_engines_join_and_leave_and_at_no_other_time(trainer: Trainer, make_engine: Callable[[str], Engine]) -> None:
+    first = trainer.publish(0)
+    engines = {name: make_engine(name) for name in ("rollout-0", "rollout-1")}
+    for name, engine in engines.items():
+        assert engine.fetch(first) == "store"
+        until(lambda name=name: name in trainer.broadcaster.engines, "it has joined")  # type: ignore[misc]
+    second = trainer.publish(1)
+    for engine in engines.values():
+        engine.until_arrived(1)
+        assert engine.fetch(second) == "gloo"
+    engines["rollout-0"].close()
+    trainer.until_joined("rollout-1")
+    assert [(told.list_version, told.engines) for told in trainer.lists] == [
+        (1, []),
+        (2, ["rollout-0"]),
+        (3, ["rollout-0", "rollout-1"]),
+        (4, ["rollout-1"]),
+    ]
+
+
+def test_version_that_arrived_is_not_served_when_another_one_was_published(trainer: Trainer, store: ObjectStore, make_engine: Any) -> None:
+    engine = make_engine("rollout-0")
+    engine.fetch(trainer.publish(0))
+    trainer.until_joined("rollout-0")
+    trainer.publish(1, tensors_of(99))  # a trainer that died before its commit
+    engine.until_arrived(1)
+    with closing(Trainer(store)) as successor:
+        assert engine.fetch(successor.publish(1)) == "store"
+    assert failures(engine.metrics) == {"torn": 1}
+
+
+def test_altered_bucket_is_noticed_on_both_sides(trainer: Trainer, make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine("rollout-0")
+    engine.fetch(trainer.publish(0))
+    trainer.until_joined("rollout-0")
+    filled = Layout.filled
+
+    def altered(layout: Layout, bucket: range, tensors: Mapping[str, Tensor], *, staging: Tensor) -> Tensor:
+        data = filled(layout, bucket, tensors, staging=staging).clone()
+        data[5] ^= bucket.start == 2048
+        return data
+
+    monkeypatch.setattr(Layout, "filled", altered)
+    published = trainer.publish(1)
+    engine.until_arrived(1)
+    assert engine.fetch(published) == "store"
+    monkeypatch.undo()
+    until(lambda: failures(trainer.metrics) == {"torn": 1}, "the trainer knows")
+    assert failures(engine.metrics) == {"torn": 1}
+    until(lambda: len(trainer.lists) >= 4, "the engine has left, and joined again")
+    published = trainer.publish(2)
+    engine.until_arrived(2)
+    assert engine.fetch(published) == "gloo"
+
+
+def test_version_with_other_tensors_is_left_to_the_store_and_becomes_the_rule(trainer: Trainer, make_engine: Any) -> None:
+    engine = make_engine("rollout-0")
+    engine.fetch(trainer.publish(0))
+    trainer.until_joined("rollout-0")
+    strange = tensors_of(1) | {"model.unknown.weight": torch.ones(3)}
+    published = trainer.publish(1, strange)
+    until(lambda: failures(engine.metrics) == {"refused": 1}, "the engine refuses")
+    weights = engine.transport.fetch(published)
+    assert (weights.transport, weights_digest(weights.tensors)) == ("store", weights_digest(strange))
+    until(lambda: len(trainer.lists) >= 4, "the engine has left, and joined again")
+    published = trainer.publish(2, tensors_of(2) | {"model.unknown.weight": torch.zeros(3)})
+    engine.until_arrived(2)
+    assert engine.transport.fetch(published).transport == "gloo"
+
+
+def test_nobody_joins_without_the_ticket(trainer: Trainer) -> None:
+    host, _, port = trainer.lists[0].address.rpartition(":")
+    with Line.call(host, int(port), deadline=Deadline(5.0)) as line:
+        line.say(deadline=Deadline(5.0), ticket="0" * 32, worker_id="stranger")
+        with pytest.raises(LinkLost, match="has left"):
+            line.hear(Deadline(5.0))
+    assert trainer.broadcaster.engines == []
+
+
+def test_engine_joins_the_trainer_that_comes_after(trainer: Trainer, store: ObjectStore, make_engine: Any) -> None:
+    engine = make_engine("rollout-0")
+    engine.fetch(trainer.publish(0))
+    trainer.until_joined("rollout-0")
+    with closing(Trainer(store, last_list=trainer.lists[-1].list_version)) as successor:  # the one before hangs, and keeps its line
+        successor.tell(engine.note)
+        successor.until_joined("rollout-0")
+        published = successor.publish(1)
+        engine.until_arrived(1)
+        assert engine.fetch(published) == "gloo"
+        assert [told.list_version for told in successor.lists] == [3, 4]
+    trainer.until_joined()
+
+
+def test_version_that_the_store_did_not_get_is_nobodys(trainer: Trainer, store: ObjectStore, make_engine: Any, monkeypatch: Any) -> None:
+    engine = make_engine("rollout-0")
+    engine.fetch(trainer.publish(0))
+    trainer.until_joined("rollout-0")
+
+    def refuse(key: str, data: bytes) -> ObjectRef:
+        raise ObjectError("the object store is full")
+
+    monkeypatch.setattr(store, "put_at", refuse)
+    with pytest.raises(ObjectError, match="full"):
+        trainer.publish(1)
+    monkeypatch.undo()
+    until(lambda: failures(trainer.metrics) == {"lost": 1}, "the trainer has given it up")
+    until(lambda: len(trainer.lists) >= 4, "the engine has left, and joined again")
+    published = trainer.publish(1)  # trained again
+    engine.until_arrived(1)
+    assert engine.fetch(published) == "gloo"
+
+
+@pytest.mark.parametrize("action", ["kill", "stop"])
+def test_engine_that_dies_or_hangs_on_the_way_holds_up_nobody(
+    trainer: Trainer, store: ObjectStore, make_engine: Any, opened: ExitStack, tmp_path: Path, action: str
+) -> None:
+    healthy = make_engine("rollout-0")
+    victim = opened.enter_context(closing(EngineProcess(store, "rollout-1", folder=tmp_path, failpoint=f"rollout.receiving:3={action}")))
+    trainer.tell(victim.note)
+    first = trainer.publish(0)
+    assert (healthy.fetch(first), victim.fetch(first)) == ("store", "store")
+    trainer.until_joined("rollout-0", "rollout-1")
+    published = trainer.publish(1)
+    healthy.until_arrived(1)
+    assert healthy.fetch(published) == "gloo"
+    trainer.until_joined("rollout-0")
+    assert failures(trainer.metrics) == {"lost": 1}
+    published = trainer.publish(2)
+    healthy.until_arrived(2)
+    assert healthy.fetch(published) == "gloo"
+    if action == "stop":
+        victim.process.send_signal(signal.SIGCONT)
+        assert victim.fetch(published) == "store"
+        trainer.until_joined("rollout-0", "rollout-1")
+
+
+@pytest.mark.parametrize("transport", ["nccl", "store"])
+def test_trainer_says_what_a_transport_needs_when_it_is_not_here(transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(EnvironmentProblem, match=f"weights.transport = '{transport}' needs"):
+        Broadcaster(WeightsConfig(transport=transport), metrics=WorkerMetrics("trainer").weights, announce=lambda _: None)
+
+
+def test_trainer_names_an_address_that_is_not_its_own() -> None:
+    with pytest.raises(EnvironmentProblem, match=r"weights\.host = '192\.0\.2\.1' must be an address of the trainer's machine"):
+        Broadcaster(WeightsConfig(transport="gloo", host="192.0.2.1"), metrics=WorkerMetrics("trainer").weights, announce=lambda _: None)

@@ -1,0 +1,62 @@
+"""Tensors cut into buckets and put together again are the same tensors, with the digest that their artifact has."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from relax_events.weights.artifacts import weights_digest
+from relax_events.weights.broadcast.layout import ALIGNMENT, Layout, RowDigest
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int64)
+SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+NAMES = st.text("abc.", min_size=1, max_size=4)
+BUCKETS = st.integers(1, 6).map(lambda count: count * ALIGNMENT)
+
+
+@st.composite
+def tensor_sets(draw: st.DrawFn) -> dict[str, Tensor]:
+    """Make tensors of every kind, empty ones and scalars among them."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    found = draw(st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from(DTYPES)), max_size=6))
+    return {name: (torch.rand(shape, generator=generator) * 200).to(dtype) for name, (shape, dtype) in found.items()}
+
+
+@given(tensor_sets(), BUCKETS)
+def test_row_put_together_from_buckets_holds_the_tensors_and_has_their_digest(tensors: dict[str, Tensor], max_bytes: int) -> None:
+    layout = Layout.of(tensors)
+    row, staging = torch.full((layout.num_bytes,), 255, dtype=torch.uint8), torch.empty(max_bytes, dtype=torch.uint8)
+    digest = RowDigest(layout, row)
+    for bucket in layout.buckets(max_bytes=max_bytes):
+        row[bucket.start : bucket.stop] = layout.filled(bucket, tensors, staging=staging)
+        digest.take(bucket)
+    views = layout.views(row)
+    assert views.keys() == tensors.keys()
+    assert all(view.dtype == tensors[name].dtype and torch.equal(view, tensors[name]) for name, view in views.items())
+    assert digest.value() == weights_digest(tensors)
+
+
+@given(tensor_sets(), BUCKETS)
+def test_buckets_cover_the_row_once_within_their_bound(tensors: dict[str, Tensor], max_bytes: int) -> None:
+    layout = Layout.of(tensors)
+    covered = [place for bucket in layout.buckets(max_bytes=max_bytes) for place in bucket]
+    assert covered == list(range(layout.num_bytes))
+    assert all(0 < len(bucket) <= max_bytes for bucket in layout.buckets(max_bytes=max_bytes))
+
+
+@given(tensor_sets(), tensor_sets())
+def test_layouts_have_one_digest_when_names_dtypes_and_shapes_agree(tensors: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+    def described(tensors: dict[str, Tensor]) -> list[tuple[str, torch.dtype, torch.Size]]:
+        return sorted(((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()), key=lambda item: item[0])
+
+    same = described(tensors) == described(others)
+    assert (Layout.of(tensors).digest == Layout.of(others).digest) == same
+    assert Layout.of({name: tensor * 0 for name, tensor in tensors.items()}).digest == Layout.of(tensors).digest
+
+
+def test_bucket_within_a_tensor_is_sent_from_where_it_lies() -> None:
+    tensors = {"a": torch.arange(64, dtype=torch.float32)}
+    data = Layout.of(tensors).filled(range(64, 128), tensors, staging=torch.empty(64, dtype=torch.uint8))
+    assert data.data_ptr() == tensors["a"].data_ptr() + 64
