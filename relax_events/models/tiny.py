@@ -35,6 +35,7 @@ FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": EXPERTS,
     "qwen3_vl": THREE_POSITIONS,
+    "qwen3_vl_moe": EXPERTS | THREE_POSITIONS,
     "qwen3_omni_moe_thinker": EXPERTS | THREE_POSITIONS,
 }
 PREPROCESSOR: dict[str, Any] = {
@@ -79,7 +80,7 @@ def make_tiny(
     Args:
         path: The folder; made if missing.
         corpus: Texts that the tokenizer is trained on.
-        family: `qwen3`, `qwen3_moe`, `qwen3_vl`, which reads pictures and clips, or `qwen3_omni_moe_thinker`, which hears sounds as well.
+        family: `qwen3` or `qwen3_moe`; `qwen3_vl` or `qwen3_vl_moe`, which read pictures and clips; `qwen3_omni_moe_thinker`, which hears as well.
         hidden_size: Width of the model, a multiple of 32.
         num_layers: Decoder layers.
         vocab_size: Byte symbols and merges of the tokenizer; special tokens and phrases come on top.

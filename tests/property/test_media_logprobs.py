@@ -27,11 +27,12 @@ from relax_events.training.policy_model import PolicyModel
 from relax_events.training.sample_media import SampleMedia
 from relax_events.training.scoring import LogprobScorer
 from relax_events.weights import Weights
-from tests.unit.moving_and_sounding import KINDS, item_of, media_run, omni_model, plain_media_logprobs
+from tests.unit.moving_and_sounding import KINDS, expert_model, item_of, media_run, omni_model, plain_media_logprobs
 from tests.unit.pictures import picture_model, prompt_of, ready, scratch_folder
 
 TOLERANCE = 1e-4
-SETUPS = ["sees", "sees and hears", "hears clips"]
+SETUPS = ["sees", "sees with experts", "sees and hears", "hears clips"]
+MODELS = {"sees": picture_model, "sees with experts": expert_model}
 Piece = tuple[Modality, Any]
 PIECES: list[Piece] = [(modality, size) for modality, sizes in KINDS.items() for size in sizes]
 CHOICES = st.lists(st.lists(st.sampled_from(PIECES), max_size=3), min_size=1, max_size=4)
@@ -104,7 +105,8 @@ class Setup:
 
 @cache
 def setup_of(name: str) -> Setup:
-    path, other = (picture_model(), picture_model(4)) if name == "sees" else (omni_model(), omni_model(4))
+    make = MODELS.get(name, omni_model)
+    path, other = make(), make(4)
     return Setup(path, other, media_run(scratch_folder(), path, use_audio_in_video=name == "hears clips"))
 
 
@@ -113,7 +115,7 @@ def drawn(samples: Sequence[SampleReady]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", SETUPS)
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(groups=CHOICES, seed=st.integers(0, 10**6), order=st.randoms(use_true_random=False))
 def test_rollout_and_trainer_agree_packed_padded_and_shared(name: str, groups: Any, seed: int, order: Any) -> None:
     setup = setup_of(name)
@@ -129,7 +131,7 @@ def test_rollout_and_trainer_agree_packed_padded_and_shared(name: str, groups: A
         np.testing.assert_allclose(scores, sample.rollout_logprobs, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("name", ["sees", "sees and hears"])
 @settings(max_examples=4)
 @given(groups=CHOICES, seed=st.integers(0, 10**6))
 def test_score_of_a_sample_is_the_same_bits_whatever_is_scored_beside_it(name: str, groups: Any, seed: int) -> None:
@@ -140,7 +142,7 @@ def test_score_of_a_sample_is_the_same_bits_whatever_is_scored_beside_it(name: s
         assert setup.scorer.score([sample])[0].tobytes() == scores.tobytes()
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("name", ["sees", "sees and hears"])
 @settings(max_examples=4)
 @given(groups=CHOICES, seed=st.integers(0, 10**6))
 def test_gradient_is_the_same_packed_padded_and_shared(name: str, groups: Any, seed: int) -> None:
@@ -156,29 +158,30 @@ def test_gradient_is_the_same_packed_padded_and_shared(name: str, groups: Any, s
         gradients.append({name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None})
     media = [modality_of(reference) for sample in samples for reference in sample.media]
     assert any("visual." in name for name in gradients[0]) == any(kind is not Modality.AUDIO for kind in media)
-    heard = {Modality.AUDIO, Modality.VIDEO} if name == "hears clips" else {Modality.AUDIO}
-    assert any("audio_tower." in name for name in gradients[0]) == any(kind in heard for kind in media)
+    assert any("audio_tower." in name for name in gradients[0]) == (Modality.AUDIO in media)
     for other in gradients[1:]:
         for name, gradient in gradients[0].items():
             torch.testing.assert_close(other[name], gradient, rtol=1e-3, atol=1e-3 * float(gradient.abs().max()) + 1e-5)
 
 
-TOLD_APART: list[list[Piece]] = [
-    [(Modality.IMAGE, (64, 48))],
-    [(Modality.VIDEO, (32, 32, 4))],
-    [(Modality.VIDEO, (48, 32, 9)), (Modality.IMAGE, (32, 32))],
-    [(Modality.AUDIO, 0.4)],
-    [(Modality.AUDIO, 1.13)],
-    [(Modality.VIDEO, (48, 32, 9)), (Modality.AUDIO, 1.13), (Modality.IMAGE, (64, 48))],
+PICTURE, LARGER_PICTURE, CLIP, LONGER_CLIP, SOUND, LONGER_SOUND = ((kind, size) for kind, sizes in KINDS.items() for size in sizes)
+COMPARED: list[tuple[str, list[Piece]]] = [
+    ("sees", [LARGER_PICTURE]),
+    ("sees", [CLIP]),
+    ("sees", [LONGER_CLIP, PICTURE]),
+    ("sees with experts", [LONGER_CLIP, PICTURE]),
+    ("sees and hears", [SOUND]),
+    ("sees and hears", [LONGER_SOUND]),
+    ("sees and hears", [LONGER_CLIP, LONGER_SOUND, LARGER_PICTURE]),
+    ("hears clips", [PICTURE, LONGER_CLIP]),
+    ("hears clips", [CLIP]),
 ]
+"""Not two sounds of several lengths: transformers pads the one to the other's, and the tower's convolutions read the padding."""
 
 
-@pytest.mark.parametrize("name", SETUPS)
-@pytest.mark.parametrize("pieces", TOLD_APART, ids=lambda pieces: "+".join(modality.value for modality, _ in pieces))
+@pytest.mark.parametrize(("name", "pieces"), COMPARED, ids=[f"{name}: {', '.join(kind for kind, _ in pieces)}" for name, pieces in COMPARED])
 def test_tokens_are_as_likely_as_by_transformers_alone(name: str, pieces: list[Piece]) -> None:
     setup, hears_clips = setup_of(name), name == "hears clips"
-    if hears_clips and sum(modality is not Modality.IMAGE for modality, _ in pieces) > 1:
-        pieces = pieces[:1]  # sounds of several lengths it pads to each other's, and its convolutions read the padding
     media = setup.shown(pieces)
     tokens = np.append(prompt_of(media, path=setup.path, bounds=setup.config.model.media), np.arange(5, dtype=np.int32))
     sample = replace(setup.rolled_out([[]], 0)[0], tokens=tokens, media=[piece.reference for piece in media])

@@ -113,6 +113,12 @@ def omni_model(seed: int = 3) -> Path:
     return make_tiny(scratch_folder() / "model", corpus=["red", "do", "What is it?"], family=OMNI, hidden_size=32, seed=seed)
 
 
+@cache
+def expert_model(seed: int = 3) -> Path:
+    """Write a tiny random model that sees, with a mixture of experts, once in a test process."""
+    return make_tiny(scratch_folder() / "model", corpus=["red", "What is it?"], family="qwen3_vl_moe", hidden_size=32, seed=seed)
+
+
 def media_run(folder: Path, path: Path, **media: Any) -> RunConfig:
     """Make the run file of a run on a model."""
     return picture_run(folder, model={"path": path, "media": SMALL | media})
