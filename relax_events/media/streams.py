@@ -81,8 +81,10 @@ def opened(data: bytes, modality: Modality, *, limits: MediaConfig, place: str) 
     if kind == "wav" and (missing := int.from_bytes(data[4:8], "little") + 8 - len(data)) > 1 and data[4:8] != b"\xff\xff\xff\xff":
         raise broken(place, f"its head promises {missing} bytes more")
     try:
-        with av.open(BytesIO(data), "r", format=kind) as container:
+        with av.open(BytesIO(data), "r", format=kind, metadata_errors="ignore") as container:
             yield _found(container, modality, data, place=place, limits=limits)
+    except MemoryError:  # the library's own is one of its errors, too
+        raise
     except (av.FFmpegError, IndexError, OverflowError, ZeroDivisionError) as error:
         raise broken(place, error) from None
 

@@ -162,6 +162,12 @@ def test_head_that_claims_an_odd_rate_is_refused() -> None:
     assert "a rate of 1000 to 768000 Hz" in refused(bytes(slow), "bad_shape", clip=False)
 
 
+def test_title_in_an_odd_encoding_does_no_harm() -> None:
+    titled = sound_file(0.4) + b"LIST" + struct.pack("<I", 16) + b"INFOINAM" + struct.pack("<I", 4) + b"\xff\xfe\xe9\x00"
+    whole = titled[:4] + struct.pack("<I", len(titled) - 8) + titled[8:]
+    assert inspect_sound(whole, limits=LIMITS, place="rows:1").num_frames == 6_400
+
+
 def test_files_are_told_apart_by_their_first_bytes() -> None:
     kinds = {"mov": CLIP, "flac": SOUND, "wav": sound_file(), "mp3": written("libmp3lame", "mp3", sound=tone(440.0, 1.0))}
     assert {name: format_of(data) for name, data in kinds.items()} == {name: name for name in kinds}
