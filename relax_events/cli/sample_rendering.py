@@ -96,8 +96,8 @@ def part_text(part: ContentPart) -> str:
     media = part.media
     if media is None:
         return part.text or ""
-    size = f"{media.width} x {media.height}, " if media.width and media.height else ""
-    return f"[{media.media_type}, {size}{media.num_bytes} bytes: {media.uri}]"
+    extent = f"{media.extent}, " if media.extent else ""
+    return f"[{media.media_type}, {extent}{media.num_bytes} bytes: {media.uri}]"
 
 
 def indented(name: str, text: str) -> Iterator[str]:

@@ -19,8 +19,8 @@ class RowsConfig(Section):
 
     source: str
     """`jsonl:<file>` (also .gz, .zst and .bz2), `parquet:<file or folder>`, `reasoning_gym:<task>` for generated problems with their own
-    verifier, or `scenes:<task>` for drawn pictures, where the task is colour, count or where. `[100:200]` at the end takes a slice of a file's
-    rows, counted from 0, the last one not included."""
+    verifier, or for media that are made on demand `scenes:<task>` (pictures: colour, count, where), `clips:<task>` (direction, order) or
+    `tones:<task>` (pitch, order). `[100:200]` at the end takes a slice of a file's rows, counted from 0, the last one not included."""
     split: str = ""
     """Of a folder in Hugging Face layout: take the files of this split only, such as `train`; empty takes all."""
     prompt_key: str = "prompt"
@@ -39,9 +39,10 @@ class RowsConfig(Section):
     """Column that holds the reference answer for the reward; empty where there is none, as is usual where the row brings what is learnt."""
     metadata_keys: tuple[str, ...] | None = None
     """Columns that reach the reward function as metadata; without it all that are not prompt, answer or tools."""
-    multimodal_keys: dict[Literal["image"], str] = Field(default_factory=dict)
-    """Columns that hold media, by modality: `{ image = "images" }`. Each `<image>` in the prompt stands for one, in order. A column holds one
-    or a list: paths, web addresses, bytes, data URIs, or objects with `bytes` or `path` as Hugging Face datasets have them."""
+    multimodal_keys: dict[Literal["image", "audio", "video"], str] = Field(default_factory=dict)
+    """Columns that hold media, by modality: `{ image = "images" }`. Each `<image>`, `<audio>` or `<video>` in the prompt stands for one piece
+    of its column, in order. A column holds one or a list: paths, web addresses, bytes, data URIs, or objects with `bytes` or `path` as
+    Hugging Face datasets have them."""
     media_root: Path | None = None
     """Folder in which the paths in those columns begin, and outside of which nothing is read; without it a row can't name files."""
     media_hosts: tuple[str, ...] = ()

@@ -14,8 +14,8 @@ from relax_events.config.media import MediaConfig
 class TinyModelConfig(Section):
     """A small model of a real architecture, made on this machine with random weights and a tokenizer of its own."""
 
-    family: Literal["qwen3", "qwen3_moe", "qwen3_vl"] = "qwen3"
-    """Architecture; `qwen3_vl` reads pictures."""
+    family: Literal["qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker"] = "qwen3"
+    """Architecture; `qwen3_vl` and `qwen3_vl_moe` read pictures and clips, `qwen3_omni_moe_thinker` sounds as well."""
     hidden_size: Annotated[int, Field(ge=32, multiple_of=32)] = 64
     """Width of the model."""
     num_layers: Positive = 2
@@ -38,9 +38,9 @@ class ModelConfig(Section):
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of the model."""
     media: MediaConfig = MediaConfig()
-    """Which pictures are taken, and how the model is shown them."""
-    frozen: tuple[Literal["language", "vision", "projection"], ...] = ()
-    """Parts that training leaves as they are: the language model, the vision tower, or what leads from the one to the other."""
+    """Which media are taken, and how the model is shown them."""
+    frozen: tuple[Literal["language", "vision", "audio", "projection"], ...] = ()
+    """Parts that training leaves as they are: the language model, the vision or audio tower, or what leads from them to the language model."""
     tiny: TinyModelConfig | None = None
     """How `relax models prepare` makes the model where `path` does not exist; without it the folder must be there."""
 

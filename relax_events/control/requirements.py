@@ -8,9 +8,9 @@ import socket
 
 from relax_events.config import RunConfig
 from relax_events.config.algorithm_spec import find_algorithm
-from relax_events.data.sources import brings_media
+from relax_events.data.sources import media_brought
 from relax_events.errors import ConfigError, EnvironmentProblem
-from relax_events.models.media_layout import PICTURE_FAMILIES, MediaLayout
+from relax_events.models.media_layout import MEDIA_FAMILIES, MediaLayout
 from relax_events.models.vocabulary import require_same_vocabulary
 from relax_events.plugins import ENGINES, ROLES, TRAINER_BACKENDS, find_plugin
 
@@ -59,18 +59,22 @@ def require_model(config: RunConfig) -> str:
 
 
 def _require_reader_of_media(config: RunConfig) -> None:
-    """Refuse data that bring media where the model, as it is there or will be made, reads text alone."""
-    if not any(map(brings_media, (*config.data.parts, *config.evaluation.datasets))):
+    """Refuse data that bring media where the model, as it is there or will be made, does not read such."""
+    brought = {modality for part in (*config.data.parts, *config.evaluation.datasets) for modality in media_brought(part)}
+    if not brought:
         return
     path, tiny = config.model.path, config.model.tiny
-    reads = MediaLayout.from_folder(path, config.model.media) is not None if path.exists() else tiny is None or tiny.family in PICTURE_FAMILIES
-    if not reads:
-        what = f"model.path {path}" if path.exists() else f"model.tiny.family = {tiny.family if tiny else ''!r}"
-        raise ConfigError(f"the data bring media and {what} reads text alone; take a model of one of the families {', '.join(PICTURE_FAMILIES)}")
+    if path.exists() or tiny is not None:
+        layout = MediaLayout.from_folder(path, config.model.media) if path.exists() else MEDIA_FAMILIES.get(tiny.family if tiny else "")
+        if unread := sorted(brought - set(layout.READS if layout else ())):
+            what = f"model.path {path}" if path.exists() else f"model.tiny.family = {tiny.family if tiny else ''!r}"
+            reads = " and ".join(layout.READS) if layout else "text alone"
+            able = ", ".join(name for name, family in MEDIA_FAMILIES.items() if brought <= set(family.READS))
+            raise ConfigError(f"the data bring media of kind {unread[0]} and {what} reads {reads}; take a model of one of the families {able}")
     if config.algorithm.needs_critic:
         raise ConfigError(f"the data bring media, and the critic of algorithm {config.algorithm.name} reads text alone; take another algorithm")
-    if importlib.util.find_spec("PIL") is None:
-        raise EnvironmentProblem("pillow is not installed; install relax-events[media]")
+    if missing := [name for name in ("PIL", "av") if importlib.util.find_spec(name) is None]:
+        raise EnvironmentProblem(f"{'pillow' if missing[0] == 'PIL' else missing[0]} is not installed; install relax-events[media]")
 
 
 def _require_critic(config: RunConfig) -> None:

@@ -18,7 +18,7 @@ from relax_events.data.laying_out import answers_of
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.row_media import MediaJudge, MessagesOf, plain_messages
 from relax_events.data.rows import PromptRow
-from relax_events.data.sources import brings_media
+from relax_events.data.sources import media_brought
 from relax_events.data.stream import DataPlace
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.plugins import FUNCTION, FilePlugin, find_plugin
@@ -151,7 +151,7 @@ def judges_of(config: DataConfig, *, renderer: PromptRenderer | None, messages_o
     Raises:
         ConfigError: The hook can't be loaded.
     """
-    judges: list[Judge] = [MediaJudge(messages_of)] if any(map(brings_media, config.parts)) else []
+    judges: list[Judge] = [MediaJudge(messages_of)] if any(map(media_brought, config.parts)) else []
     if renderer is not None and judges_length(config):
         judges.append(length_judge(renderer, config, messages_of=messages_of))
     if config.pass_rate is not None:

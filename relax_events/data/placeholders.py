@@ -11,7 +11,7 @@ from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality
 from relax_events.media.items import MediaItem
 
-MARKERS = {Modality.IMAGE: "<image>"}
+MARKERS = {Modality.IMAGE: "<image>", Modality.AUDIO: "<audio>", Modality.VIDEO: "<video>"}
 """What stands in a prompt's text for a piece of media."""
 MODALITIES = {marker: modality for modality, marker in MARKERS.items()}
 ANY_MARKER = re.compile("(" + "|".join(map(re.escape, MODALITIES)) + ")")

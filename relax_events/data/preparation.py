@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections import defaultdict
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import orjson
@@ -84,11 +86,14 @@ def warm_start_model(config: RunConfig, *, output: Path | None = None, report: R
 def make_tiny_for(data: DataConfig, path: Path, *, tiny: TinyModelConfig, seed: int) -> Path:
     """Write a tiny model whose tokenizer is trained on the prompts and answers of a run's data.
 
-    The text around the problems becomes one token each: see `constant_phrases`.
+    The text around the problems of each dataset becomes one token each: see `constant_phrases`.
     """
     stream = open_stream(data, seed=seed, shuffle=True)
     rows = [stream[number] for number in range(tiny.corpus_rows)]
     prompts = [row.messages[-1].text for row in rows]
+    by_dataset = defaultdict(list)
+    for number, prompt in enumerate(prompts):
+        by_dataset[stream.order.place(number).dataset].append(prompt)
     return make_tiny(
         path,
         corpus=[*prompts, *(row.answer for row in rows), *(message.text for row in rows for learnt in row.completions for message in learnt)],
@@ -96,7 +101,10 @@ def make_tiny_for(data: DataConfig, path: Path, *, tiny: TinyModelConfig, seed: 
         hidden_size=tiny.hidden_size,
         num_layers=tiny.num_layers,
         vocab_size=tiny.vocab_size,
-        phrases=[*constant_phrases(prompts), *dict.fromkeys(part.system_prompt for part in data.parts if part.system_prompt)],
+        phrases=[
+            *chain.from_iterable(map(constant_phrases, by_dataset.values())),
+            *dict.fromkeys(part.system_prompt for part in data.parts if part.system_prompt),
+        ],
         seed=seed,
     )
 

@@ -85,12 +85,12 @@ class PromptRenderer:
         """
         if not self._config.chat_template:
             return self.encode("\n".join(message.text for message in messages))
-        tokens, media = self.encode(self.templated(messages, tools=tools)), media_in(messages)
+        text, media = self.templated(messages, tools=tools), media_in(messages)
         if not media:
-            return tokens
+            return self.encode(text)
         if self._layout is None:
-            raise PoisonSample(f"the prompt brings {len(media)} pieces of media, and the model reads text alone; take one that reads pictures")
-        return self._layout.expanded(tokens, media)
+            raise PoisonSample(f"the prompt brings {len(media)} pieces of media, and the model reads text alone; take one that reads media")
+        return self._layout.expanded(self.encode(self._layout.spelt(text, media)), media)
 
     @property
     def has_template(self) -> bool:

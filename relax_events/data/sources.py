@@ -8,18 +8,22 @@ from pathlib import Path
 import structlog
 
 from relax_events.config import DataConfig, EvaluationDatasetConfig, RowsConfig, RunConfig
+from relax_events.data.clips import CLIPS
+from relax_events.data.drawn import DrawnKind, DrawnSource
 from relax_events.data.generated import GeneratedSource
 from relax_events.data.jsonl import JsonlSource
 from relax_events.data.rows import PromptSource
-from relax_events.data.scenes import SceneSource
+from relax_events.data.scenes import SCENES
 from relax_events.data.stream import PromptStream
+from relax_events.data.tones import TONES
 from relax_events.errors import ConfigError
+from relax_events.events.parts import Modality
 
 log = structlog.get_logger()
 GENERATED = "reasoning_gym"
-SCENES = "scenes"
+DRAWN: dict[str, DrawnKind] = {"scenes": SCENES, "clips": CLIPS, "tones": TONES}
 SLICE = re.compile(r"(.*)\[([0-9]*):([0-9]*)\]")
-KINDS = "'jsonl:<path>', 'parquet:<file or folder>', 'reasoning_gym:<task>' or 'scenes:<task>'"
+KINDS = "'jsonl:<path>', 'parquet:<file or folder>', 'reasoning_gym:<task>', 'scenes:<task>', 'clips:<task>' or 'tones:<task>'"
 
 
 def open_source(config: RowsConfig, *, seed: int, section: str = "data") -> PromptSource:
@@ -68,9 +72,10 @@ def evaluated_parts(config: RunConfig) -> list[tuple[str, EvaluationDatasetConfi
     return [(f"evaluation.datasets[{number}]", dataset) for number, dataset in enumerate(config.evaluation.datasets)]
 
 
-def brings_media(config: RowsConfig) -> bool:
-    """Tell whether a source's rows bring media."""
-    return bool(config.multimodal_keys) or config.source.startswith(f"{SCENES}:")
+def media_brought(config: RowsConfig) -> set[Modality]:
+    """Return the kinds of media that a source's rows may bring."""
+    kind = DRAWN.get(config.source.partition(":")[0])
+    return {Modality(name) for name in config.multimodal_keys} | ({kind.modality} if kind else set())
 
 
 def is_generated(config: RowsConfig) -> bool:
@@ -82,8 +87,8 @@ def _opened(config: RowsConfig, *, seed: int, section: str) -> PromptSource:
     kind, _, place = config.source.partition(":")
     if kind == GENERATED and place:
         return GeneratedSource(place, config, seed=seed)
-    if kind == SCENES and place:
-        return SceneSource(place, config, seed=seed)
+    if kind in DRAWN and place:
+        return DrawnSource(kind, DRAWN[kind], place, config, seed=seed)
     path, span = _sliced(place)
     if kind == "jsonl" and path:
         return JsonlSource(Path(path), config, span=span, section=section)

@@ -79,7 +79,7 @@ class CausalModel:
         cache.open_step(positions, num_tokens=num_tokens)
         seen = torch.arange(num_tokens, device=self.device) <= positions[:, None]
         mask = torch.where(seen, 0.0, float("-inf")).to(self._module.dtype)[:, None, None]
-        output = self._module.base_model(
+        output = self.family.language(self._module)(
             input_ids=tokens[:, None],
             position_ids=self.family.decoding_positions(positions[:, None], shifts[:, None]),
             attention_mask=mask,
@@ -116,7 +116,8 @@ class CausalModel:
     def _require_linear_head(self, path: Path) -> None:
         ids = torch.arange(5, device=self.device)[None] % self.vocab_size
         whole = self._module(input_ids=ids, use_cache=False).logits
-        if not torch.allclose(self._head(self._module.base_model(input_ids=ids, use_cache=False).last_hidden_state), whole, rtol=1e-3, atol=1e-3):
+        hidden = self.family.language(self._module)(input_ids=ids, use_cache=False).last_hidden_state
+        if not torch.allclose(self._head(hidden), whole, rtol=1e-3, atol=1e-3):
             raise ConfigError(f"the model in {path} makes its logits by more than a linear head (scaling, soft caps), which the engine does not do")
 
 

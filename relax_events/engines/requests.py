@@ -68,7 +68,7 @@ def _media_shift(request: GenerationRequest, model: ServedModel, name: str) -> i
     """Return how far the rotary position behind the prompt is from its length; refuse media that don't fit it."""
     layout, media = model.layout, [piece.reference for piece in request.media]
     if layout is None:
-        remedy = "take engine 'transformers' and a model that reads pictures"
+        remedy = "take engine 'transformers' and a model that reads media"
         raise PoisonSample(f"{name} brings {len(media)} pieces of media, and the engine shows its model text alone; {remedy}")
     num_tokens = len(request.prompt_tokens)
     cells = layout.cells(request.prompt_tokens, np.ones(num_tokens, bool), media)

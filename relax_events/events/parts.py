@@ -107,6 +107,13 @@ class MediaRef:
     num_frames: int | None = None
     rate_hertz: float | None = None
 
+    @property
+    def extent(self) -> str:
+        """How large and how long it is, for people."""
+        size = f"{self.width} x {self.height}" if self.width and self.height else ""
+        length = f"{self.num_frames} frames at {self.rate_hertz:g} Hz" if self.num_frames and self.rate_hertz else ""
+        return ", ".join(part for part in (size, length) if part)
+
 
 @dataclass(frozen=True, slots=True)
 class ContentPart:

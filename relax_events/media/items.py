@@ -17,6 +17,7 @@ from relax_events.media.fetching import WebFetcher
 
 DATA_URI = "data:"
 WEB = ("http://", "https://")
+MediaKey = tuple[bytes, Modality, Path | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,10 @@ class MediaItem:
     access: MediaAccess = NO_ACCESS
 
     @property
-    def key(self) -> tuple[bytes, Path | None]:
-        """Tells what is named from everything else that may be, in few bytes."""
+    def key(self) -> MediaKey:
+        """Tells what is named, and as what, from everything else that may be, in few bytes."""
         named = self.source if isinstance(self.source, bytes) else self.source.encode(errors="surrogatepass")
-        return sha256(named).digest(), self.access.root
+        return sha256(named).digest(), self.modality, self.access.root
 
     def read(self, limits: MediaConfig) -> bytes:
         """Return the content.

@@ -1,7 +1,7 @@
 """A run's media, where its workers put them and get them from: every piece is stored once, and processed once on each machine.
 
-    row of the data --admit--> checks --> pixels into the machine's cache, bytes into the object store --> MediaRef on the log
-    MediaRef --processed--> memory, or the machine's cache, or: fetch, verify, check, decode, resize --> what the model is shown
+    row of the data --admit--> checks --> arrays into the machine's cache, bytes into the object store --> MediaRef on the log
+    MediaRef --processed--> memory, or the machine's cache, or: fetch, verify, check, decode --> what the model is shown
 
 What goes wrong with a piece of media is a `MediaError` that names it: it ends one row, or one prompt group, and nothing else.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import mimetypes
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -19,13 +19,13 @@ import numpy as np
 
 from relax_events.config import RunConfig
 from relax_events.errors import MediaError, ObjectError
-from relax_events.events.parts import MediaRef, ObjectRef
+from relax_events.events.parts import MediaRef, Modality, ObjectRef
+from relax_events.media.decoder import Decoder
 from relax_events.media.host_cache import HostCache
-from relax_events.media.items import MediaItem
-from relax_events.media.pictures import Pixels, decode_picture, inspect_picture
-from relax_events.models.geometry import PictureGeometry
+from relax_events.media.items import MediaItem, MediaKey
 from relax_events.models.media_inputs import ProcessedMedia
-from relax_events.models.media_layout import MediaLayout
+from relax_events.models.media_layout import MediaLayout, modality_of
+from relax_events.models.showing import Plan, Showing
 from relax_events.objects.store import ObjectStore
 
 MEMORY_BYTES = 256 * 1024**2
@@ -52,10 +52,11 @@ class MediaLibrary:
         """
         self._config, self._bounds = config, config.model.media
         self._layout = MediaLayout.from_folder(model_path or config.model.path, self._bounds)
+        self._decoder = Decoder(self._bounds)
         self._cache = HostCache(config.run.directory / CACHE_FOLDER, max_bytes=self._bounds.cache_bytes)
         self._stores = {} if store is None else {OWN_ROOT: store}
         self._memory: OrderedDict[str, ProcessedMedia] = OrderedDict()
-        self._admitted: OrderedDict[tuple[bytes, Path | None], MediaRef] = OrderedDict()
+        self._admitted: OrderedDict[MediaKey, MediaRef] = OrderedDict()
 
     def admit(self, item: MediaItem) -> MediaRef:
         """Check a piece of media and put it into the store; one that is there already is not sent again.
@@ -67,7 +68,7 @@ class MediaLibrary:
         if (known := self._admitted.get(item.key)) is not None:
             return known
         data = item.read(self._bounds)
-        facts = self._shown(data, item.place).reference
+        facts = self._shown(data, item).reference
         stored = self._store_of(OWN_ROOT).put(data, suffix=mimetypes.guess_extension(facts.media_type) or "")
         self._admitted[item.key] = reference = replace(facts, uri=stored.uri)
         if len(self._admitted) > MAX_REMEMBERED:
@@ -80,13 +81,14 @@ class MediaLibrary:
         Raises:
             MediaError: As for `admit`.
         """
-        return self._shown(item.read(self._bounds), item.place)
+        return self._shown(item.read(self._bounds), item)
 
-    def _shown(self, data: bytes, place: str) -> ProcessedMedia:
+    def _shown(self, data: bytes, item: MediaItem) -> ProcessedMedia:
         """Check and process; a file that is cut off fails here, before its row is issued."""
-        facts = inspect_picture(data, limits=self._bounds, place=place)
-        reference = MediaRef(place, sha256(data).digest(), facts.media_type, len(data), width=facts.width, height=facts.height)
-        return ProcessedMedia(reference, self._pixels(reference, data))
+        self._require_layout()
+        facts = self._decoder.inspect(data, item.modality, place=item.place)
+        reference = MediaRef(item.place, sha256(data).digest(), num_bytes=len(data), **asdict(facts))
+        return self._made(reference, data)
 
     def processed(self, reference: MediaRef) -> ProcessedMedia:
         """Return a piece of media as the model is shown it.
@@ -99,10 +101,10 @@ class MediaLibrary:
         if (known := self._memory.get(name)) is not None:
             self._memory.move_to_end(name)
             return known
-        self._memory[name] = processed = ProcessedMedia(reference, self._pixels(reference))
-        total = sum(piece.pixels.nbytes for piece in self._memory.values())
+        self._memory[name] = processed = self._made(reference)
+        total = sum(piece.nbytes for piece in self._memory.values())
         while total > MEMORY_BYTES and len(self._memory) > 1:
-            total -= self._memory.popitem(last=False)[1].pixels.nbytes
+            total -= self._memory.popitem(last=False)[1].nbytes
         return processed
 
     def require(self, references: Iterable[MediaRef]) -> None:
@@ -110,35 +112,33 @@ class MediaLibrary:
         for reference in references:
             name = self._name(reference)
             if name not in self._memory and not self._cache.holds(name):
-                self._pixels(reference)
+                self._made(reference)
 
-    @property
-    def _geometry(self) -> PictureGeometry:
+    def _require_layout(self) -> MediaLayout:
         if self._layout is None:
             raise MediaError(
-                "the model reads text alone, and the prompt brings media; take a model of a family that reads pictures", reason="text_model"
+                "the model reads text alone, and the prompt brings media; take a model of a family that reads them", reason="text_model"
             )
-        return self._layout.geometry
+        return self._layout
+
+    def _showing(self, reference: MediaRef) -> Showing:
+        return self._require_layout().showing(reference)
 
     def _name(self, reference: MediaRef) -> str:
         """Tell apart what differs in content, in what the reference says of it, or in how it is shown."""
-        return f"{reference.digest.hex()}-{reference.width}x{reference.height}-{self._geometry.digest}"
+        said = (reference.width, reference.height, reference.num_frames, reference.rate_hertz)
+        facts = "x".join(str(value) for value in said if value is not None)
+        return f"{reference.digest.hex()}-{facts}-{self._showing(reference).digest}"
 
-    def _pixels(self, reference: MediaRef, data: bytes | None = None) -> Pixels:
-        """Return the pixels that the model is shown, from the machine's cache or from the file, which is fetched if it is not at hand."""
-        if reference.width is None or reference.height is None:
-            raise MediaError(f"{reference.uri} says no width and height, which its tokens follow from", reason="no_size")
-        try:
-            size = self._geometry.size(reference.width, reference.height)
-        except ValueError as error:
-            raise MediaError(f"{reference.uri} can't be shown to the model: {error}", reason="bad_shape") from None
+    def _made(self, reference: MediaRef, data: bytes | None = None) -> ProcessedMedia:
+        """Return what the model is shown, from the machine's cache or from the file, which is fetched if it is not at hand."""
+        plan = self._showing(reference).plan(reference)
 
         def make() -> bytes:
             file = self._fetched(reference) if data is None else data
-            return decode_picture(file, size=size, limits=self._bounds, place=reference.uri).tobytes()
+            return self._decoder.decode(file, modality_of(reference), plan, place=reference.uri)
 
-        content = self._cache.get(self._name(reference), make)
-        return np.frombuffer(bytearray(content), np.uint8).reshape(*size, 3)
+        return _of_bytes(reference, plan, self._cache.get(self._name(reference), make))
 
     def _fetched(self, reference: MediaRef) -> bytes:
         """Fetch and verify."""
@@ -154,14 +154,28 @@ class MediaLibrary:
             if isinstance(error.__cause__, FileNotFoundError):
                 raise MediaError(str(error), reason="vanished") from None
             raise
-        facts = inspect_picture(data, limits=self._bounds, place=reference.uri)
-        if (facts.width, facts.height) != (reference.width, reference.height):
-            said = f"{reference.width} x {reference.height}"
-            raise MediaError(f"{reference.uri} is {facts.width} x {facts.height}, and its reference says {said}", reason="wrong_size")
+        self._require_as_said(reference, data)
         return data
+
+    def _require_as_said(self, reference: MediaRef, data: bytes) -> None:
+        """Refuse a file that is another than its reference says, which its tokens were counted by."""
+        facts = self._decoder.inspect(data, modality_of(reference), place=reference.uri)
+        found = replace(reference, **asdict(facts)).extent
+        if found != reference.extent:
+            raise MediaError(f"{reference.uri} is {found}, and its reference says {reference.extent}", reason="wrong_size")
 
     def _store_of(self, root: str) -> ObjectStore:
         if root not in self._stores:
             uri, moved_from = (root, ()) if root else (self._config.objects_uri, self._config.objects.moved_from)
             self._stores[root] = ObjectStore.open(uri, moved_from=moved_from)
         return self._stores[root]
+
+
+def _of_bytes(reference: MediaRef, plan: Plan, content: bytes) -> ProcessedMedia:
+    """Take the arrays out of what decoding has left; they may be written to, as torch wants it."""
+    whole = bytearray(content)
+    first = np.frombuffer(whole, plan.dtype, count=int(np.prod(plan.shape))).reshape(plan.shape)
+    if modality_of(reference) is Modality.AUDIO:
+        return ProcessedMedia(reference, samples=first)
+    samples = np.frombuffer(whole, np.float32, offset=plan.num_bytes) if plan.num_samples else None
+    return ProcessedMedia(reference, pixels=first, samples=samples)

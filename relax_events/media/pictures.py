@@ -7,7 +7,6 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from jaxtyping import UInt8
 
 from relax_events.config import MediaConfig
 from relax_events.errors import EnvironmentProblem, MediaError
+from relax_events.media.facts import MediaFacts, broken, require_bytes, require_pixels
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -31,16 +31,7 @@ BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, Over
 Pixels = UInt8[np.ndarray, "height width 3"]
 
 
-@dataclass(frozen=True, slots=True)
-class PictureFacts:
-    """What a picture's head says; width and height as it is to be looked at."""
-
-    media_type: str
-    width: int
-    height: int
-
-
-def inspect_picture(data: bytes, *, limits: MediaConfig, place: str) -> PictureFacts:
+def inspect_picture(data: bytes, *, limits: MediaConfig, place: str) -> MediaFacts:
     """Read a picture's head; nothing is decoded.
 
     Args:
@@ -52,7 +43,7 @@ def inspect_picture(data: bytes, *, limits: MediaConfig, place: str) -> PictureF
     """
     with _opened(data, limits, place) as image:
         width, height = image.size[::-1] if _orientation(image) in SIDEWAYS else image.size
-        return PictureFacts(f"image/{(image.format or '').lower()}", width, height)
+        return MediaFacts(f"image/{(image.format or '').lower()}", width, height)
 
 
 def decode_picture(data: bytes, *, size: tuple[int, int], limits: MediaConfig, place: str) -> Pixels:
@@ -66,22 +57,28 @@ def decode_picture(data: bytes, *, size: tuple[int, int], limits: MediaConfig, p
     Raises:
         MediaError: As for `inspect_picture`, or it is cut off or broken.
     """
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
 
     with _opened(data, limits, place) as image:
         try:
             upright = (image if image.format in UNTURNED else ImageOps.exif_transpose(image)).convert("RGB")
         except BROKEN as error:
-            raise MediaError(f"{place} is cut off or broken: {error}", reason="truncated") from None
-        height, width = size
-        fitting = upright if upright.size == (width, height) else upright.resize((width, height), Image.Resampling.BICUBIC)
-        return np.asarray(fitting, np.uint8)
+            raise broken(place, error) from None
+        return brought_to(upright, size)
+
+
+def brought_to(image: Image, size: tuple[int, int]) -> Pixels:
+    """Return the pixels of a picture or frame at a height and width."""
+    from PIL.Image import Resampling
+
+    height, width = size
+    fitting = image if image.size == (width, height) else image.resize((width, height), Resampling.BICUBIC)
+    return np.asarray(fitting, np.uint8)
 
 
 @contextmanager
 def _opened(data: bytes, limits: MediaConfig, place: str) -> Iterator[Image]:
-    if len(data) > limits.max_item_bytes:
-        raise MediaError(f"{place} must be at most model.media.max_item_bytes = {limits.max_item_bytes}, got {len(data)} bytes", reason="too_large")
+    require_bytes(data, limits, place)
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
@@ -97,9 +94,7 @@ def _opened(data: bytes, limits: MediaConfig, place: str) -> Iterator[Image]:
                 f"{place} begins with {data[:8]!r}, which is no picture of the kinds {', '.join(FORMATS)}", reason="wrong_type"
             ) from None
         with image:
-            if (pixels := image.width * image.height) > limits.max_image_pixels:
-                rule = f"model.media.max_image_pixels = {limits.max_image_pixels}"
-                raise MediaError(f"{place} must have at most {rule}, got {image.width} x {image.height} = {pixels}", reason="too_many_pixels")
+            require_pixels(image.width, image.height, limits, place)
             yield image
 
 

@@ -1,31 +1,35 @@
 """Model families behind one interface: how they load, what of them can be frozen, and how a forward takes media.
 
-A family that reads text alone takes token ids and positions as they are. One that reads pictures lets its vision tower look at every
+A family that reads text alone takes token ids and positions as they are. One that reads media lets its towers look at and listen to every
 piece once, puts the features in the place of the placeholders' embeddings, and gives four rows of positions: with fewer, transformers
 lets packed sequences attend to each other without a word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
+    WhisperFeatureExtractor,
+)
 
 from relax_events.config import MediaConfig
 from relax_events.errors import ConfigError, PoisonSample
-from relax_events.models.geometry import PictureGeometry
-from relax_events.models.media_inputs import MediaInputs, MediaSequence, media_inputs
-from relax_events.models.media_layout import MediaLayout
-
-BRIGHTEST = 255.0
+from relax_events.models.media_inputs import MediaInputs, MediaSequence, ProcessedMedia, media_inputs
+from relax_events.models.media_layout import MediaLayout, OmniLayout
+from relax_events.models.towers import Ears, Eyes, Layers, joined_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class Family:
 
     Attributes:
         layout: How media stand in a sequence; None where they can't.
-        apart: Look at each piece of media by itself, so that its features are the same bits whatever it stands beside.
+        apart: Look at and listen to each piece of media by itself, so that its features are the same bits whatever it stands beside.
         loader: What of transformers makes such a model.
         parts: Beginnings of parameter names by part; where several fit, the longest says where a parameter belongs.
     """
@@ -54,7 +58,7 @@ class Family:
         if named is None:
             return None
         if self.layout is None:
-            raise PoisonSample(f"{named} brings media, and the model reads text alone; take a model of a family that reads pictures")
+            raise PoisonSample(f"{named} brings media, and the model reads text alone; take a model of a family that reads media")
         return media_inputs(sequences, layout=self.layout, position_ids=position_ids)
 
     def language(self, module: PreTrainedModel) -> nn.Module:
@@ -79,7 +83,7 @@ class Family:
             settings: For the forward, such as the mask and the cache.
         """
         assert media is None, "a family that reads text alone was handed media; requests are checked before"
-        states: Tensor = module.base_model(input_ids=input_ids, position_ids=position_ids, **settings).last_hidden_state
+        states: Tensor = self.language(module)(input_ids=input_ids, position_ids=position_ids, **settings).last_hidden_state
         return states
 
     def decoding_positions(self, positions: Int[Tensor, "rows 1"], shifts: Int[Tensor, "rows 1"]) -> Tensor:
@@ -94,8 +98,15 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
-class PictureFamily(Family):
-    """Models with a vision tower whose features also go into the first layers, as Qwen3-VL."""
+class MediaFamily(Family):
+    """Models with a vision tower whose features also go into the first layers, as Qwen3-VL, and perhaps an audio tower.
+
+    Attributes:
+        language_name: Of the part that computes hidden states from embeddings.
+        vision_name: Of the vision tower.
+        audio_name: Of the audio tower.
+        extractor: Makes the spectra that the audio tower hears; None where there is no such tower.
+    """
 
     loader: Any = AutoModelForImageTextToText
     parts: Mapping[str, tuple[str, ...]] = field(
@@ -105,10 +116,14 @@ class PictureFamily(Family):
             "projection": ("model.visual.merger.", "model.visual.deepstack_merger_list."),
         }
     )
+    language_name: str = "model.language_model"
+    vision_name: str = "model.visual"
+    audio_name: str = ""
+    extractor: Any = None
 
     def language(self, module: PreTrainedModel) -> nn.Module:
-        """Return the model without its vision tower."""
-        return module.base_model.get_submodule("language_model")
+        """Return the model without its towers."""
+        return module.get_submodule(self.language_name)
 
     def hidden(
         self,
@@ -121,19 +136,18 @@ class PictureFamily(Family):
         """Run a forward without the output head; see `Family`."""
         if media is None:
             return Family.hidden(self, module, input_ids, position_ids, **settings)
-        base: Any = module.base_model
         device = input_ids.device
         cells, index = (torch.from_numpy(array).to(device) for array in (media.cells, media.features))
-        features, deep = self._features(base.visual, media)
-        embedded = base.get_input_embeddings()(input_ids)
+        features, deep = joined_layers(self._layers(module, media.media))
+        embedded = module.get_input_embeddings()(input_ids)
         flat = embedded.flatten(0, 1).index_copy(0, cells, features.index_select(0, index).to(embedded.dtype))
-        mask = torch.zeros(input_ids.numel(), dtype=torch.bool, device=device)
-        mask[cells] = True
-        output = base.language_model(
+        if deep:
+            mask = torch.zeros(input_ids.numel(), dtype=torch.bool, device=device)
+            mask[cells] = True
+            settings |= {"visual_pos_masks": mask.view_as(input_ids), "deepstack_visual_embeds": [layer.index_select(0, index) for layer in deep]}
+        output = self.language(module)(
             inputs_embeds=flat.view_as(embedded),
             position_ids=torch.cat([position_ids[None], torch.from_numpy(media.positions).to(device)]),
-            visual_pos_masks=mask.view_as(input_ids),
-            deepstack_visual_embeds=[layer.index_select(0, index) for layer in deep],
             **settings,
         )
         states: Tensor = output.last_hidden_state
@@ -143,30 +157,36 @@ class PictureFamily(Family):
         """Return the position ids of one more token in each row; see `Family`."""
         return torch.stack([positions, *[positions + shifts] * 3])
 
-    def _features(self, tower: Any, media: MediaInputs) -> tuple[Float[Tensor, "features hidden"], list[Float[Tensor, "features hidden"]]]:
-        """Let the tower look at every piece, and give what goes before the first layer and into the next ones."""
+    def _layers(self, module: PreTrainedModel, pieces: Sequence[ProcessedMedia]) -> list[Layers]:
+        """Let the towers see and hear: of each piece what is seen, then what is heard."""
         assert self.layout is not None
-        geometry, weight = self.layout.geometry, next(tower.parameters())
-        patches = [picture_patches(torch.from_numpy(piece.pixels).to(weight.device), geometry).to(weight.dtype) for piece in media.media]
-        grids = [[1, *(side // geometry.patch_size for side in piece.pixels.shape[:2])] for piece in media.media]
-        looks = [slice(index, index + 1) for index in range(len(patches))] if self.apart else [slice(None)]
-        seen = [tower(torch.cat(patches[look]), grid_thw=torch.tensor(grids[look], device=weight.device), return_dict=True) for look in looks]
-        deep = [torch.cat(layers) for layers in zip(*(one.deepstack_features for one in seen), strict=True)]
-        return torch.cat([one.pooler_output for one in seen]), deep
+        seen, heard = ([piece for piece in pieces if getattr(piece, name) is not None] for name in ("pixels", "samples"))
+        eyes = Eyes(module.get_submodule(self.vision_name), self.layout.pictures.geometry, self.apart).look(seen) if seen else iter(())
+        ears = iter(Ears(module.get_submodule(self.audio_name), self.extractor, self.apart).listen(heard)) if heard else iter(())
+        return [layers for piece in pieces for layers in _of_piece(piece, eyes, ears)]
 
 
-def picture_patches(pixels: UInt8[Tensor, "height width 3"], geometry: PictureGeometry) -> Float[Tensor, "patches values"]:
-    """Cut a picture into normalised patches, those of a token next to each other, each repeated over the time that a patch spans.
+def _of_piece(piece: ProcessedMedia, eyes: Iterator[Layers], ears: Iterator[Layers]) -> list[Layers]:
+    return [next(part) for array, part in ((piece.pixels, eyes), (piece.samples, ears)) if array is not None]
 
-    Source: `Qwen2VLImageProcessor` of transformers.
-    """
-    patch, merge = geometry.patch_size, geometry.merge_size
-    rows, columns = pixels.shape[0] // (patch * merge), pixels.shape[1] // (patch * merge)
-    mean, std = (torch.tensor(values, device=pixels.device) for values in (geometry.mean, geometry.std))
-    normal = (pixels.float() / BRIGHTEST - mean) / std
-    cut = normal.view(rows, merge, patch, columns, merge, patch, 3).permute(0, 3, 1, 4, 6, 2, 5)
-    still = cut[:, :, :, :, :, None].expand(-1, -1, -1, -1, -1, geometry.temporal_patch_size, -1, -1)
-    return still.reshape(rows * columns * merge * merge, -1)
+
+def omni_family(path: Path, layout: OmniLayout, *, apart: bool) -> MediaFamily:
+    """Return the family of Qwen3-Omni's thinker: its language model is a mixture of experts."""
+    return MediaFamily(
+        layout=layout,
+        apart=apart,
+        loader=Qwen3OmniMoeThinkerForConditionalGeneration,
+        parts={
+            "language": ("model.", "lm_head."),
+            "vision": ("visual.",),
+            "audio": ("audio_tower.",),
+            "projection": ("visual.merger.", "visual.merger_list.", "audio_tower.proj1.", "audio_tower.proj2."),
+        },
+        language_name="model",
+        vision_name="visual",
+        audio_name="audio_tower",
+        extractor=WhisperFeatureExtractor.from_pretrained(path),
+    )
 
 
 def family_of(path: Path, config: MediaConfig, *, apart: bool = False) -> Family:
@@ -174,13 +194,15 @@ def family_of(path: Path, config: MediaConfig, *, apart: bool = False) -> Family
 
     Args:
         path: A folder in Hugging Face layout.
-        config: How pictures are shown to it.
+        config: How media are shown to it.
         apart: See `Family`.
     Raises:
-        ConfigError: It reads pictures, and its settings for them are missing or not known.
+        ConfigError: It reads media, and its settings for them are missing or not known.
     """
     layout = MediaLayout.from_folder(path, config)
-    return Family() if layout is None else PictureFamily(layout=layout, apart=apart)
+    if layout is None:
+        return Family()
+    return omni_family(path, layout, apart=apart) if isinstance(layout, OmniLayout) else MediaFamily(layout=layout, apart=apart)
 
 
 def freeze(module: nn.Module, parts: Sequence[str], *, family: Family) -> None:

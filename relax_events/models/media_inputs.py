@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int64, UInt8
+from jaxtyping import Bool, Float32, Int64, UInt8
 from numpy.typing import NDArray
 
 from relax_events.errors import PoisonSample
@@ -17,10 +17,22 @@ from relax_events.models.media_layout import MediaLayout
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProcessedMedia:
-    """A piece of media as a model is shown it: of a picture its pixels at their final size."""
+    """A piece of media as a model is shown it.
+
+    Attributes:
+        reference: Where it came from, and what it is.
+        pixels: Of a picture, or of the chosen frames of a clip, at their final size.
+        samples: Of a sound, or of what is heard of a clip, from -1 to 1 at the model's rate.
+    """
 
     reference: MediaRef
-    pixels: UInt8[np.ndarray, "height width 3"]
+    pixels: UInt8[np.ndarray, "*frames height width 3"] | None = None
+    samples: Float32[np.ndarray, " samples"] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that its arrays take."""
+        return sum(array.nbytes for array in (self.pixels, self.samples) if array is not None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +100,7 @@ def media_inputs(sequences: Sequence[MediaSequence], *, layout: MediaLayout, pos
         PoisonSample: A sequence holds more or fewer placeholders than its media have tokens; the text names it.
     """
     positions = np.tile(position_ids.reshape(-1), (3, 1))
-    first_rows: dict[bytes, int] = {}
+    first_rows: dict[tuple[bytes, str], int] = {}  # a file may be there as a clip and as a sound
     pieces: list[ProcessedMedia] = []
     num_rows = 0
     cells, features = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
@@ -97,11 +109,11 @@ def media_inputs(sequences: Sequence[MediaSequence], *, layout: MediaLayout, pos
         positions[:, sequence.places] = layout.positions(len(sequence.tokens), here, sequence.references)
         cells.append(sequence.places[here])
         for piece in sequence.media:
-            rows, columns = layout.grid(piece.reference)
-            if piece.reference.digest not in first_rows:
-                first_rows[piece.reference.digest] = num_rows
-                num_rows += rows * columns
+            blocks, key = layout.blocks(piece.reference), (piece.reference.digest, piece.reference.media_type)
+            if key not in first_rows:
+                first_rows[key] = num_rows
+                num_rows += sum(map(len, blocks))
                 pieces.append(piece)
-            features.append(first_rows[piece.reference.digest] + np.arange(rows * columns))
+            features += [first_rows[key] + block.features for block in blocks]
     unique, index = np.unique(np.concatenate(cells), return_index=True)
     return MediaInputs(positions.reshape(3, *position_ids.shape), unique, np.concatenate(features)[index], tuple(pieces))

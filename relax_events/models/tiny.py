@@ -17,20 +17,26 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Tokenizer,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
 )
 
 from relax_events.errors import ConfigError
-from relax_events.models.media_layout import PICTURE_FAMILIES
+from relax_events.events.parts import Modality
+from relax_events.models.media_layout import MEDIA_FAMILIES
 from relax_events.models.tokenizer import NUM_BYTES, train_tokenizer
 
 HEAD_DIM = 16
 MAX_CONTEXT_TOKENS = 4096
+EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1}
+THREE_POSITIONS: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+}
 FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3": {},
-    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1},
-    "qwen3_vl": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    },
+    "qwen3_moe": EXPERTS,
+    "qwen3_vl": THREE_POSITIONS,
+    "qwen3_vl_moe": EXPERTS | THREE_POSITIONS,
+    "qwen3_omni_moe_thinker": EXPERTS | THREE_POSITIONS,
 }
 PREPROCESSOR: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessor",
@@ -41,7 +47,19 @@ PREPROCESSOR: dict[str, Any] = {
     "image_std": [0.5, 0.5, 0.5],
     "size": {"shortest_edge": 1024, "longest_edge": 4_194_304},
 }
-"""How a tiny model's pictures are cut: 16 x 16 pixels a token."""
+"""How a tiny model's pictures and frames are cut: 16 x 16 pixels a token."""
+EXTRACTOR: dict[str, Any] = {
+    "feature_extractor_type": "WhisperFeatureExtractor",
+    "feature_size": 128,
+    "sampling_rate": 16_000,
+    "hop_length": 160,
+    "n_fft": 400,
+    "chunk_length": 300,
+    "padding_value": 0.0,
+    "dither": 0.0,
+    "return_attention_mask": True,
+}
+"""How spectra are made of its sounds, as the real one's."""
 
 
 def make_tiny(
@@ -62,7 +80,7 @@ def make_tiny(
     Args:
         path: The folder; made if missing.
         corpus: Texts that the tokenizer is trained on.
-        family: `qwen3`, `qwen3_moe`, or `qwen3_vl`, which reads pictures.
+        family: `qwen3` or `qwen3_moe`; `qwen3_vl` or `qwen3_vl_moe`, which read pictures and clips; `qwen3_omni_moe_thinker`, which hears as well.
         hidden_size: Width of the model, a multiple of 32.
         num_layers: Decoder layers.
         vocab_size: Byte symbols and merges of the tokenizer; special tokens and phrases come on top.
@@ -82,9 +100,14 @@ def make_tiny(
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    if family in PICTURE_FAMILIES:
-        (path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2))
+    if family in MEDIA_FAMILIES:
+        processor = PREPROCESSOR | (EXTRACTOR if _hears(family) else {})
+        (path / "preprocessor_config.json").write_text(json.dumps(processor, indent=2))
     return path
+
+
+def _hears(family: str) -> bool:
+    return Modality.AUDIO in MEDIA_FAMILIES[family].READS
 
 
 def _config(tokenizer: Qwen2Tokenizer, *, family: str, hidden_size: int, num_layers: int) -> PreTrainedConfig:
@@ -107,15 +130,16 @@ def _config(tokenizer: Qwen2Tokenizer, *, family: str, hidden_size: int, num_lay
         "pad_token_id": tokenizer.pad_token_id,
         **FAMILY_SETTINGS[family],
     }
-    settings = _with_tower(language, tokenizer) if family in PICTURE_FAMILIES else language
+    settings = _with_towers(language, tokenizer, hears=_hears(family)) if family in MEDIA_FAMILIES else language
     config: PreTrainedConfig = AutoConfig.for_model(family, **settings)
     return config
 
 
-def _with_tower(language: dict[str, Any], tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
-    """Return the settings of a model with a vision tower around those of its language model."""
+def _with_towers(language: dict[str, Any], tokenizer: Qwen2Tokenizer, *, hears: bool) -> dict[str, Any]:
+    """Return the settings of a model with a vision tower, and perhaps an audio tower, around those of its language model."""
     names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
     names |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+    names |= {f"audio{part}_token_id": f"<|audio_{part[1:] or 'pad'}|>" for part in ("", "_start", "_end")} if hears else {}
     width = language["hidden_size"] // 2
     tower = {
         "depth": 2,
@@ -131,14 +155,43 @@ def _with_tower(language: dict[str, Any], tokenizer: Qwen2Tokenizer) -> dict[str
         "initializer_range": 1 / math.sqrt(width),
     }
     tokens = {name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
-    return {"text_config": language, "vision_config": tower, "tie_word_embeddings": False, **tokens}
+    settings = {"text_config": language, "vision_config": tower, "tie_word_embeddings": False, **tokens}
+    if hears:
+        settings |= {"audio_config": _audio_tower(width, language["hidden_size"]), "position_id_per_seconds": 13}
+        settings |= {"initializer_range": language["initializer_range"]}
+    return settings
+
+
+def _audio_tower(width: int, output_width: int) -> dict[str, Any]:
+    return {
+        "num_mel_bins": EXTRACTOR["feature_size"],
+        "encoder_layers": 2,
+        "encoder_attention_heads": width // HEAD_DIM,
+        "encoder_ffn_dim": 2 * width,
+        "d_model": width,
+        "n_window": 50,
+        "n_window_infer": 800,
+        "output_dim": output_width,
+        "downsample_hidden_size": 16,
+        "initializer_range": 1 / math.sqrt(width),
+    }
 
 
 def _random_model(config: PreTrainedConfig, tokenizer: Qwen2Tokenizer, *, seed: int) -> PreTrainedModel:
-    loader: Any = AutoModelForImageTextToText if config.model_type in PICTURE_FAMILIES else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = loader.from_config(config, dtype=torch.float32)
+        model = _made(config)
     stops = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     model.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=tokenizer.pad_token_id)
     return model
+
+
+def _made(config: PreTrainedConfig) -> PreTrainedModel:
+    if config.model_type not in MEDIA_FAMILIES:
+        plain: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return plain
+    if _hears(config.model_type):  # no automatic class knows the thinker by itself
+        hearing: PreTrainedModel = Qwen3OmniMoeThinkerForConditionalGeneration(config)
+        return hearing
+    seeing: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    return seeing

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_events.config import ModelConfig
+from relax_events.engines.experts import use_padded_experts
 from relax_events.events.types import SampleRolledOut
 from relax_events.media.library import MediaLibrary
 from relax_events.models.causal_lm import choose_device
@@ -57,6 +58,8 @@ class LogprobScorer:
         make_deterministic(device, threads=threads)
         self.policy_version = 0
         self._model = PolicyModel(model_path, config=model, device=device, media_apart=True)
+        if device.type == "cpu":
+            use_padded_experts(self._model.module)
         self._media = None if library is None else SampleMedia(self._model.family, library)
         self._max_tokens = max_tokens
 

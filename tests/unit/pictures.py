@@ -28,6 +28,7 @@ from relax_events.events.types import SampleReady
 from relax_events.media.items import MediaItem
 from relax_events.media.library import MediaLibrary
 from relax_events.models.media_inputs import ProcessedMedia
+from relax_events.models.media_layout import modality_of
 from relax_events.models.tiny import make_tiny
 
 BOUNDS = MediaConfig()
@@ -77,14 +78,14 @@ def picture_item(width: int, height: int, *, seed: int = 0) -> MediaItem:
 
 
 def question(*references: MediaRef) -> list[ChatMessage]:
-    """Ask about pictures: some text stands before, between and behind them."""
-    parts = [part for ref in references for part in (ContentPart(Modality.TEXT, "so "), ContentPart(Modality.IMAGE, media=ref))]
+    """Ask about media: some text stands before, between and behind them."""
+    parts = [part for ref in references for part in (ContentPart(Modality.TEXT, "so "), ContentPart(modality_of(ref), media=ref))]
     return [ChatMessage("user", [*parts, ContentPart(Modality.TEXT, "What is it?")])]
 
 
-def prompt_of(media: Sequence[ProcessedMedia], *, path: Path | None = None) -> NDArray[np.int32]:
-    """Render the question about pictures."""
-    renderer = PromptRenderer.from_folder(path or picture_model(), DataConfig(source="scenes:colour"), media=BOUNDS)
+def prompt_of(media: Sequence[ProcessedMedia], *, path: Path | None = None, bounds: MediaConfig = BOUNDS) -> NDArray[np.int32]:
+    """Render the question about media."""
+    renderer = PromptRenderer.from_folder(path or picture_model(), DataConfig(source="scenes:colour"), media=bounds)
     return renderer.prompt_tokens(question(*(piece.reference for piece in media)))
 
 
@@ -104,7 +105,7 @@ def shown(library: MediaLibrary, *sizes: tuple[int, int], seed: int = 0) -> tupl
 @cache
 def plain_model(path: Path) -> Any:
     """Load a model without any code of ours, in float64."""
-    return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64).eval()
+    return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64, experts_implementation="eager").eval()
 
 
 def plain_pixels(files: Sequence[bytes]) -> Mapping[str, Any]:

@@ -96,7 +96,7 @@ def test_parquet_brings_pictures_as_hugging_face_writes_them(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"multimodal_keys": {"audio": "sounds"}}, "Input should be 'image'"),
+        ({"multimodal_keys": {"smell": "odours"}}, "Input should be 'image', 'audio' or 'video'"),
         ({"multimodal_keys": {"image": "images"}, "chat_template": False}, "multimodal_keys need a chat template"),
         ({"media_root": "/pictures"}, "media_root and media_hosts are of no use without multimodal_keys"),
     ],
@@ -145,7 +145,7 @@ def test_prompt_whose_text_holds_a_placeholder_by_itself_is_refused(tmp_path: Pa
     renderer = PromptRenderer.from_folder(picture_model(), DataConfig(source="scenes:colour"), media=BOUNDS)
     source = rows_of(tmp_path, {"prompt": "<image> or <|image_pad|>?", "images": ["data:,"]})
     reference = MediaLibrary(picture_run(tmp_path)).show(open_source(DataConfig(source="scenes:colour"), seed=0).row(0).media[0]).reference
-    with pytest.raises(PoisonSample, match="renders to 2 media placeholders and brings 1 pieces; does its text hold one by itself"):
+    with pytest.raises(PoisonSample, match="renders to 2 media placeholders and brings 1 pieces, which need 1; does its text hold one by itself"):
         renderer.prompt_tokens(with_media(source.row(0).messages, [reference]))
 
 

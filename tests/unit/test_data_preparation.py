@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from relax_events.config import RunConfig
+from relax_events.config import DataConfig, RunConfig
+from relax_events.config.generation import TinyModelConfig
 from relax_events.data.preparation import make_tiny_for, prepare_model, warm_start_model
 from relax_events.errors import ConfigError
 
@@ -96,3 +97,14 @@ def test_make_tiny_for_keeps_the_system_prompt_in_one_token(tmp_path: Path) -> N
     assert config.model.tiny is not None
     path = make_tiny_for(data, tmp_path / "made", tiny=config.model.tiny, seed=0)
     assert AutoTokenizer.from_pretrained(path).tokenize("Be brief.") == ["Be brief."]
+
+
+def test_make_tiny_for_keeps_what_the_prompts_of_each_dataset_have_in_common_in_one_token(tmp_path: Path) -> None:
+    for name, prompt in (("sum", "Add 1 and {}."), ("copy", "Copy {} once.")):
+        rows = [json.dumps({"prompt": prompt.format(letter), "answer": letter}) for letter in "abcdefgh"]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    data = DataConfig.model_validate({"datasets": [{"source": f"jsonl:{tmp_path}/{name}.jsonl"} for name in ("sum", "copy")]})
+    path = make_tiny_for(data, tmp_path / "model", tiny=TinyModelConfig(corpus_rows=16), seed=1)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    assert tokenizer.tokenize("Add 1 and x.") == ["Add 1 and ", "x", "."]
+    assert tokenizer.tokenize("Copy x once.") == ["Copy ", "x", " once."]

@@ -82,8 +82,17 @@ def run_of(folder: Path, family: str, **algorithm: Any) -> RunConfig:
 
 def test_run_needs_a_model_that_reads_pictures(tmp_path: Path) -> None:
     assert require_model(run_of(tmp_path, "qwen3_vl")).endswith("will be made by the run")
-    with pytest.raises(ConfigError, match=r"the data bring media and model.tiny.family = 'qwen3' reads text alone; take a model of one of"):
+    with pytest.raises(ConfigError, match=r"kind image and model.tiny.family = 'qwen3' reads text alone; .* qwen3_vl, qwen3_vl_moe, qwen3_omni"):
         require_model(run_of(tmp_path, "qwen3"))
+
+
+def test_run_with_sounds_needs_a_model_that_hears(tmp_path: Path) -> None:
+    def run(family: str) -> RunConfig:
+        return picture_run(tmp_path, model={"path": tmp_path / "none", "tiny": {"family": family}}, data={"source": "tones:pitch"})
+
+    assert require_model(run("qwen3_omni_moe_thinker")).endswith("will be made by the run")
+    with pytest.raises(ConfigError, match=r"kind audio and model.tiny.family = 'qwen3_vl' reads image and video; .* qwen3_omni_moe_thinker"):
+        require_model(run("qwen3_vl"))
 
 
 def test_run_with_pictures_has_no_critic(tmp_path: Path) -> None:

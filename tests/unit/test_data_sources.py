@@ -111,7 +111,7 @@ def test_jsonl_has_no_rows_beyond_its_ends(tmp_path: Path, index: int) -> None:
 
 @pytest.mark.parametrize("source", ["rows.jsonl", "csv:rows.csv", "jsonl:", "reasoning_gym:"])
 def test_open_source_refuses_what_it_does_not_know(source: str) -> None:
-    with pytest.raises(ConfigError, match=r"data.source must be 'jsonl:<path>', .*, 'reasoning_gym:<task>' or 'scenes:<task>'"):
+    with pytest.raises(ConfigError, match=r"data.source must be 'jsonl:<path>', .*, 'clips:<task>' or 'tones:<task>'"):
         open_source(DataConfig(source=source), seed=0)
 
 

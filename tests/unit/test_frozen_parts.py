@@ -6,10 +6,13 @@ import pytest
 import torch
 from engine_requests import finish
 
+from relax_events.config import MediaConfig
 from relax_events.errors import ConfigError
 from relax_events.media.library import MediaLibrary
+from relax_events.models.families import family_of, freeze
 from relax_events.training.ranks import SingleRank
 from relax_events.training.torch_backend import TorchBackend
+from tests.unit.moving_and_sounding import omni_model
 from tests.unit.pictures import picture_engine, picture_run, ready, request_for
 from tests.unit.trainer_samples import run_config
 
@@ -60,3 +63,20 @@ def test_part_that_a_model_lacks_is_refused() -> None:
 def test_something_must_be_left_to_train(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leaves nothing to train"):
         TorchBackend(picture_run(tmp_path, model={"frozen": list(PARTS)}), ranks=SingleRank())
+
+
+@pytest.mark.parametrize(
+    ("part", "frozen", "free"),
+    [
+        ("audio", {"audio_tower.conv2d1.weight", "audio_tower.layers.0.fc1.weight"}, {"audio_tower.proj1.weight", "visual.pos_embed.weight"}),
+        ("vision", {"visual.pos_embed.weight", "visual.blocks.0.norm1.weight"}, {"visual.merger.ln_q.weight", "audio_tower.conv2d1.weight"}),
+        ("projection", {"audio_tower.proj2.weight", "visual.merger_list.0.ln_q.weight"}, {"audio_tower.conv2d1.weight", "lm_head.weight"}),
+        ("language", {"lm_head.weight", "model.layers.0.mlp.gate.weight"}, {"audio_tower.proj1.weight", "visual.merger.ln_q.weight"}),
+    ],
+)
+def test_parts_of_a_model_that_hears_are_told_apart(part: str, frozen: set[str], free: set[str]) -> None:
+    family = family_of(omni_model(), MediaConfig())
+    module = family.loader.from_pretrained(omni_model())
+    freeze(module, [part], family=family)
+    learns = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    assert [learns[name] for name in (*frozen, *free)] == [False] * len(frozen) + [True] * len(free)

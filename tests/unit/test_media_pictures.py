@@ -10,7 +10,8 @@ from PIL import Image
 
 from relax_events.config import MediaConfig
 from relax_events.errors import MediaError
-from relax_events.media.pictures import PictureFacts, decode_picture, inspect_picture
+from relax_events.media.facts import MediaFacts
+from relax_events.media.pictures import decode_picture, inspect_picture
 from tests.unit.pictures import picture_file
 
 WEBP_HEAD = picture_file(96, 96, kind="WEBP")[:200]
@@ -37,7 +38,7 @@ def png_that_claims(width: int, height: int) -> bytes:
 
 @pytest.mark.parametrize(("kind", "media_type"), [("PNG", "image/png"), ("JPEG", "image/jpeg"), ("WEBP", "image/webp"), ("GIF", "image/gif")])
 def test_head_tells_type_and_size(kind: str, media_type: str) -> None:
-    assert inspect_picture(picture_file(48, 32, kind=kind), limits=LIMITS, place="rows:1") == PictureFacts(media_type, 48, 32)
+    assert inspect_picture(picture_file(48, 32, kind=kind), limits=LIMITS, place="rows:1") == MediaFacts(media_type, 48, 32)
 
 
 def test_pixels_are_those_of_the_file() -> None:
@@ -53,7 +54,7 @@ def test_picture_is_turned_as_its_camera_says() -> None:
     image, file, exif = Image.fromarray(pixels), BytesIO(), Image.Exif()
     exif[0x0112] = 6  # to be turned by 90 degrees, clockwise
     image.save(file, "JPEG", quality=100, exif=exif)
-    assert inspect_picture(file.getvalue(), limits=LIMITS, place="rows:1") == PictureFacts("image/jpeg", 16, 32)
+    assert inspect_picture(file.getvalue(), limits=LIMITS, place="rows:1") == MediaFacts("image/jpeg", 16, 32)
     upright = decode_picture(file.getvalue(), size=(32, 16), limits=LIMITS, place="rows:1")
     assert upright[:14].min() > 200  # what was left is on top now
     assert upright[18:].max() < 50

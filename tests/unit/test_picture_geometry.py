@@ -14,10 +14,10 @@ from relax_events.config import MediaConfig
 from relax_events.errors import ConfigError, MediaError, PoisonSample
 from relax_events.events.parts import MediaRef, Modality
 from relax_events.media.library import MediaLibrary
-from relax_events.models.families import picture_patches
 from relax_events.models.geometry import PictureGeometry
 from relax_events.models.media_layout import MediaLayout
 from relax_events.models.tiny import PREPROCESSOR
+from relax_events.models.towers import clip_patches
 from tests.unit.pictures import BOUNDS, picture_file, picture_model, picture_run, plain_model, plain_pixels, prompt_of, shown
 
 GEOMETRY = PictureGeometry.of(PREPROCESSOR, MediaConfig(image_min_token_num=4, image_max_token_num=64))
@@ -66,9 +66,9 @@ def test_other_bounds_have_other_names_in_the_cache() -> None:
 def test_pixels_and_patches_are_those_of_transformers(tmp_path: Path, size: tuple[int, int]) -> None:
     (piece,) = shown(MediaLibrary(picture_run(tmp_path)), size)
     expected = plain_pixels([picture_file(*size)])
-    patches = picture_patches(torch.from_numpy(piece.pixels), layout().geometry)
+    patches = clip_patches(torch.from_numpy(piece.pixels)[None], layout().pictures.geometry)
     torch.testing.assert_close(patches, expected["pixel_values"], rtol=0, atol=1e-6)
-    rows, columns = layout().grid(piece.reference)
+    rows, columns = layout().pictures.grid(piece.reference)[1:]
     assert expected["image_grid_thw"].tolist() == [[1, 2 * rows, 2 * columns]]
 
 
@@ -78,7 +78,7 @@ def test_positions_are_those_of_transformers(tmp_path: Path, sizes: list[tuple[i
     tokens = np.append(prompt_of(media), np.arange(5, dtype=np.int32))
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     kinds = (ids == layout().placeholders[Modality.IMAGE]).int()
-    grids = torch.tensor([[1, 2 * rows, 2 * columns] for rows, columns in (layout().grid(piece.reference) for piece in media)])
+    grids = torch.tensor([[1, 2 * rows, 2 * columns] for rows, columns in (layout().pictures.grid(piece.reference)[1:] for piece in media)])
     expected, _ = plain_model(picture_model()).model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grids)
     references = [piece.reference for piece in media]
     cells = layout().cells(tokens, np.ones(len(tokens), bool), references)
@@ -112,9 +112,9 @@ def test_prompt_grows_by_the_tokens_of_its_pictures_and_refuses_a_placeholder_to
 
 def test_reference_without_size_or_of_an_impossible_shape_is_named() -> None:
     with pytest.raises(MediaError, match="file:///picture says no width and height"):
-        layout().grid(MediaRef("file:///picture", bytes(32), "image/png", 10))
+        layout().pictures.grid(MediaRef("file:///picture", bytes(32), "image/png", 10))
     with pytest.raises(MediaError, match="one side must be at most 200 times the other, got 4000 x 2"):
-        layout().grid(reference(4000, 2))
+        layout().pictures.grid(reference(4000, 2))
 
 
 def test_model_of_text_has_no_layout_and_a_broken_folder_is_named(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_model_of_text_has_no_layout_and_a_broken_folder_is_named(tmp_path: Path
     with pytest.raises(ConfigError, match=r"preprocessor_config.json can't be read"):
         MediaLayout.from_folder(tmp_path, BOUNDS)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
-    with pytest.raises(ConfigError, match=r"the settings for pictures .* can't be used: KeyError.'image_token_id'"):
+    with pytest.raises(ConfigError, match=r"the settings for media .* can't be used: KeyError.'image_token_id'"):
         MediaLayout.from_folder(tmp_path, BOUNDS)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR | {"image_processor_type": "PixtralImageProcessor"}))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl", "image_token_id": 3}')

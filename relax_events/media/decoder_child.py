@@ -1,0 +1,88 @@
+"""A decoding child: reads files from strangers, and nothing else. Started by `Decoder` alone.
+
+A request is a line of JSON and the file behind it; the answer is a line of JSON and, where an array was asked for, its bytes. The first line
+says how much memory there is. It ends as soon as its stdin does.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, BinaryIO
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from relax_events.config import MediaConfig
+from relax_events.errors import EnvironmentProblem, MediaError
+from relax_events.events.parts import Modality
+from relax_events.media.clips import decode_clip, inspect_clip
+from relax_events.media.facts import MediaFacts
+from relax_events.media.pictures import decode_picture, inspect_picture
+from relax_events.media.sounds import decode_sound, heard, inspect_sound
+from relax_events.models.showing import Plan
+
+INSPECTORS: dict[Modality, Callable[..., MediaFacts]] = {
+    Modality.IMAGE: inspect_picture,
+    Modality.AUDIO: inspect_sound,
+    Modality.VIDEO: inspect_clip,
+}
+
+
+def main() -> int:
+    """Answer requests until stdin ends."""
+    answers, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
+    os.dup2(2, 1)  # what a codec prints must not get between the answers
+    setup = orjson.loads(requests.readline())
+    limits = MediaConfig.model_validate(setup)
+    resource.setrlimit(resource.RLIMIT_AS, (limits.decode_bytes, limits.decode_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    while line := requests.readline():
+        request = orjson.loads(line)
+        _answer(answers, request, requests.read(request["num_bytes"]), limits)
+    return 0
+
+
+def _answer(answers: BinaryIO, request: dict[str, Any], data: bytes, limits: MediaConfig) -> None:
+    modality, place = Modality(request["modality"]), request["place"]
+    arrays: list[NDArray[Any]] = []
+    try:
+        if request["plan"] is None:
+            said = {"facts": asdict(INSPECTORS[modality](data, limits=limits, place=place))}
+        else:
+            arrays = decode(data, modality, plan=Plan(**request["plan"]), limits=limits, place=place)
+            said = {}
+    except MediaError as error:
+        said = {"error": {"text": str(error), "reason": error.reason}}
+    except EnvironmentProblem as error:
+        said = {"problem": {"text": str(error)}}
+    except MemoryError:
+        need = f"{place} needs more than model.media.decode_bytes = {limits.decode_bytes} to decode"
+        said = {"error": {"text": need, "reason": "too_much_memory"}}
+    answers.write(orjson.dumps({**said, "num_bytes": [array.nbytes for array in arrays]}) + b"\n")
+    answers.writelines(np.ascontiguousarray(array).data for array in arrays)
+    answers.flush()
+
+
+def decode(data: bytes, modality: Modality, *, plan: Plan, limits: MediaConfig, place: str) -> list[NDArray[Any]]:
+    """Decode a file by its plan.
+
+    Raises:
+        MediaError: It is not what the plan was made for, cut off or broken.
+    """
+    if modality is Modality.IMAGE:
+        return [decode_picture(data, size=(plan.shape[0], plan.shape[1]), limits=limits, place=place)]
+    if modality is Modality.AUDIO:
+        return [decode_sound(data, plan=plan, limits=limits, place=place)]
+    pixels = decode_clip(data, plan=plan, limits=limits, place=place)
+    if not plan.num_samples:
+        return [pixels]
+    return [pixels, heard(data, num_samples=plan.num_samples, rate_hertz=plan.rate_hertz, limits=limits, place=place)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""Clips and sounds that are made on demand: the same for a seed, and what their answers say."""
+
+import numpy as np
+import pytest
+
+from relax_events.config import DataConfig, MediaConfig
+from relax_events.data.rows import PromptRow, PromptSource
+from relax_events.data.sources import open_source
+from relax_events.errors import ConfigError
+from relax_events.media.clips import decode_clip, inspect_clip
+from relax_events.media.sounds import decode_sound, inspect_sound
+from relax_events.models.showing import Plan
+
+LIMITS = MediaConfig()
+BRIGHT = 130
+
+
+def made(source: str, **options: float) -> PromptSource:
+    return open_source(DataConfig(source=source, size=40, options=options), seed=1)
+
+
+def frames_of(row: PromptRow) -> np.ndarray:
+    data = row.media[0].read(LIMITS)
+    facts = inspect_clip(data, limits=LIMITS, place="row")
+    plan = Plan((facts.num_frames or 0, facts.height or 0, facts.width or 0, 3), "uint8", frames=tuple(range(facts.num_frames or 0)))
+    return decode_clip(data, plan=plan, limits=LIMITS, place="row").astype(int)
+
+
+def samples_of(row: PromptRow) -> np.ndarray:
+    data = row.media[0].read(LIMITS)
+    facts = inspect_sound(data, limits=LIMITS, place="row")
+    return decode_sound(data, plan=Plan((facts.num_frames or 0,), "float32", rate_hertz=16_000), limits=LIMITS, place="row")
+
+
+@pytest.mark.parametrize("source", ["clips:direction", "clips:order", "tones:pitch", "tones:order"])
+def test_row_is_the_same_for_a_seed_and_an_index(source: str) -> None:
+    assert made(source).row(7) == made(source).row(7)
+    assert made(source).row(7).media[0].source != made(source).row(8).media[0].source
+
+
+def test_square_moves_where_the_answer_says() -> None:
+    answers = set()
+    for row in map(made("clips:direction").row, range(30)):
+        places = [np.argwhere((frame > BRIGHT).any(axis=2)).mean(axis=0) for frame in frames_of(row)]
+        down, right = places[-1] - places[0]
+        across = abs(right) > abs(down)
+        assert row.answer == (("left", "right")[int(right > 0)] if across else ("up", "down")[int(down > 0)])
+        answers.add(row.answer)
+    assert answers == {"left", "right", "up", "down"}
+
+
+def test_last_colour_is_that_of_the_last_square() -> None:
+    named = {"red": "100", "green": "010", "blue": "001", "yellow": "110", "white": "111", "pink": "101"}
+    for row in map(made("clips:order", frames=6).row, range(20)):
+        colours = []
+        for frame in frames_of(row):
+            square = frame[(frame > BRIGHT).any(axis=2)]
+            colours.append("".join(str(int(mean > 120)) for mean in square.mean(axis=0)))
+        assert colours[-1] == named[row.answer]
+        assert [colour == colours[-1] for colour in colours] == [False] * 3 + [True] * 3
+
+
+@pytest.mark.parametrize(("source", "seconds"), [("tones:pitch", 0.4), ("tones:order", 0.8)])
+def test_note_is_the_loudest_at_the_end(source: str, seconds: float) -> None:
+    hertz = {"do": 262, "re": 392, "mi": 587, "fa": 880, "sol": 1319, "la": 1976}
+    for row in map(made(source).row, range(20)):
+        samples = samples_of(row)
+        assert len(samples) == round(seconds * 16_000)
+        loudest = np.abs(np.fft.rfft(samples[-6_400:])).argmax() * 2.5
+        assert min(hertz, key=lambda name: abs(np.log(hertz[name] / loudest))) == row.answer
+
+
+def test_options_choose_size_and_length() -> None:
+    assert frames_of(made("clips:direction", pixels=48, frames=8).row(0)).shape == (8, 48, 48, 3)
+    assert len(samples_of(made("tones:pitch", seconds=1).row(0))) == 16_000
+    with pytest.raises(ConfigError, match=r"there are no tones 'chord'; set data.source = 'tones:<task>' to one of pitch, order"):
+        made("tones:chord")
+    with pytest.raises(ConfigError, match=r"clips:order does not take data.options"):
+        made("clips:order", frames=5)
