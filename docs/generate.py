@@ -16,6 +16,7 @@ from pydantic_core import PydanticUndefined
 from relax_events import errors
 from relax_events.algorithms.describing import describe, installed_algorithms
 from relax_events.config import RunConfig
+from relax_events.control.health import HealthMetrics, HealthState
 from relax_events.control.run_metrics import RunMetrics
 from relax_events.control.run_state import RunState
 from relax_events.events.schemas import current_schemas
@@ -145,7 +146,7 @@ def metrics_page() -> str:
         "## Of every worker\n\nServed on `/metrics` of every worker.",
         _metric_rows(WorkerMetrics("trainer").registry.collect()),
         "## Of the run\n\nServed by the controller in addition, which keeps the run's state: it is rebuilt from the control log at each start.",
-        _metric_rows(RunMetrics(config, RunState()).collect()),
+        _metric_rows([*RunMetrics(config, RunState()).collect(), *HealthMetrics(HealthState.of(config, own_id="controller-0"), config).collect()]),
     ]
     return "\n\n".join(parts) + "\n"
 

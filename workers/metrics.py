@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,7 @@ class MetricsLoop:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb", buffering=0) as file:
             while not worker.drain.requested:
+                started = time.monotonic()
                 try:
                     event = self._inbox.get(timeout=IDLE_SECONDS)
                 except queue.Empty:
@@ -49,6 +51,7 @@ class MetricsLoop:
                 if (line := self._line(event)) is not None:
                     failpoint("metrics.before_write")
                     file.write(orjson.dumps(line) + b"\n")
+                    worker.finished(1, started)
                 worker.tick(working=event is not None)
 
     def _line(self, event: Event | None) -> dict[str, Any] | None:

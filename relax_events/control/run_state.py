@@ -41,6 +41,7 @@ class RunState:
     critic_figures: dict[int, dict[str, float]] = field(default_factory=dict)
     ended: RunCommanded | None = None
     resumed_at: int = 0
+    is_paused: bool = False
     described: RunDescribed | None = None
 
     def note(self, event: Event) -> None:
@@ -68,8 +69,10 @@ class RunState:
     def _note_command(self, event: RunCommanded) -> None:
         if event.command is Command.STOP:
             self.ended = event
+        elif event.command is Command.PAUSE:
+            self.is_paused = True
         elif event.command is Command.RESUME:
-            self.ended, self.failed_in_a_row, self.resumed_at = None, 0, event.commanded_at
+            self.ended, self.is_paused, self.failed_in_a_row, self.resumed_at = None, False, 0, event.commanded_at
 
     def _note_end(self, event: PromptGroupEnded) -> None:
         if event.prompt_group_id in self.ended_group_ids or is_guest(event.prompt_group_id):
