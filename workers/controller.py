@@ -5,16 +5,18 @@ Its state is the control log; a controller that is killed starts again and knows
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import queue
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import structlog
 
+from relax_events.broker.admin import Admin
 from relax_events.broker.backlog import queue_backlog
 from relax_events.broker.deadline import Deadline
+from relax_events.broker.replication import amiss
 from relax_events.config import RunConfig
 from relax_events.control.health import HealthMetrics, HealthState, Limits, decide
 from relax_events.control.run_metrics import RunMetrics
@@ -29,11 +31,13 @@ from relax_events.pipeline.description import describe, is_told
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.source_run import SourceRun
 from relax_events.pipeline.worker import RESTART_CODE, Worker
+from relax_events.topics.rights import prefix_of
 from workers.opening import open_store, open_worker
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
 SEEN_SECONDS = 12.0  # longer than Prometheus needs to come by once, and shorter than a drain may take
+PARTITIONS_SECONDS, PARTITIONS_TIMEOUT_SECONDS = 30.0, 3.0
 QUEUE_SECONDS, QUEUE_RETRY_SECONDS = 5.0, 60.0  # brokers before 4.2 don't know the question, and log that
 
 
@@ -51,7 +55,8 @@ class ControllerLoop:
         self._state = RunState()
         self._metrics = RunMetrics(self._config, self._state)
         worker.metrics.registry.register(self._metrics)
-        self._look_at_queue_after = 0.0
+        self._look_at_queue_after = self._look_at_partitions_after = 0.0
+        self._admin = Admin(dataclasses.replace(worker.connection, request_timeout_seconds=PARTITIONS_TIMEOUT_SECONDS))
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._limits = Limits.of(self._config)
         self._health = HealthState.of(self._config, own_id=worker.worker_id)
@@ -75,11 +80,13 @@ class ControllerLoop:
             self._judge()
             self._tend_workers()
             self._look_at_queue()
+            self._look_at_partitions()
             for entity, count in self._retention.tend().items():
                 worker.metrics.purged(entity, count)
             worker.tick(working=False)
         self._stay_to_be_scraped()
         self._purger.close()
+        self._admin.close()
         if self._leader_follower is not None:
             self._leader_follower.close()
 
@@ -127,6 +134,9 @@ class ControllerLoop:
         elif state.failed_in_a_row >= run.max_failed_groups:
             failed = f"{state.failed_in_a_row} prompt groups failed in a row (run.max_failed_groups)"
             self._stop(reason=f"{failed}; the last one: {state.last_failure}")
+        elif (lost := state.step_lost) is not None:
+            what = f"train step {lost.policy_version} had a loss or gradient that is not finite, twice, at {lost.worker_id}"
+            self._stop(reason=f"{what}; the weights are those before it; see its log and docs/how-to/alerts/relax-step-not-finite.md")
 
     def _is_evaluated(self) -> bool:
         """Tell whether the last version was evaluated on everything, or has had its time."""
@@ -147,7 +157,7 @@ class ControllerLoop:
     def _tend_workers(self) -> None:
         """Do about workers that are not well what is to be done now; with the last step trained the run needs none of the pipeline any more."""
         is_trained = self._state.num_steps >= self._config.num_train_steps
-        limits = replace(self._limits, pipeline=frozenset()) if is_trained else self._limits
+        limits = dataclasses.replace(self._limits, pipeline=frozenset()) if is_trained else self._limits
         self._give(decide(self._health, limits, now=now_micros()))
 
     def _watch_ourselves(self, _: Event) -> None:
@@ -167,6 +177,17 @@ class ControllerLoop:
             log.info("queue.unknown", error=str(error))
             self._metrics.num_queued = None
             self._look_at_queue_after = time.monotonic() + QUEUE_RETRY_SECONDS
+
+    def _look_at_partitions(self) -> None:
+        """Ask from time to time how the run's partitions are; while the cluster does not tell, nothing is told."""
+        if time.monotonic() < self._look_at_partitions_after:
+            return
+        self._look_at_partitions_after = time.monotonic() + PARTITIONS_SECONDS
+        try:
+            self._metrics.partitions = amiss(self._admin.partitions(prefix_of(self._config.run.id)))
+        except BrokerError as error:
+            log.info("partitions.unknown", error=str(error))
+            self._metrics.partitions = {}
 
     def _stop(self, *, reason: str, succeeded: bool = False) -> None:
         self._give([RunCommanded(command=Command.STOP, reason=reason, succeeded=succeeded)])

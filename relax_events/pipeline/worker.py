@@ -16,7 +16,7 @@ from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import POLICY_VERSION_HEADER, OutRecord, Record
 from relax_events.broker.registry import open_codec
 from relax_events.config import RunConfig
-from relax_events.errors import CorruptRecord, Fenced, ObjectError, PoisonSample, RelaxError, SchemaError
+from relax_events.errors import CorruptRecord, Fenced, ObjectError, PoisonSample, RelaxError, SchemaError, StepNotFinite
 from relax_events.events.codec import UnknownFingerprint
 from relax_events.events.parts import Command, Outcome, WorkerState
 from relax_events.events.types import Event, MetricsReported, RunCommanded, WorkerBeat
@@ -36,6 +36,8 @@ ANNOUNCEMENT_SECONDS = 5.0
 ANSWER_SECONDS = 5.0
 """A broker that has not acknowledged a beat for so long is away."""
 RESTART_CODE = 8
+STEPS_NOT_FINITE = "steps_not_finite"
+"""Reported of a step whose loss or gradient was no finite number, under the version that it started from."""
 
 
 class ClaimCheck(Protocol):
@@ -88,6 +90,9 @@ class Worker(AbstractContextManager["Worker"]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.control.close()
+        if isinstance(error, StepNotFinite):
+            values = {STEPS_NOT_FINITE: 1.0}
+            self._beat(MetricsReported(worker_id=self.worker_id, role=self.role, policy_version=error.train_step, values=values))
         if kind is None or issubclass(kind, Fenced):  # both are final; what died otherwise is missed by its silence
             self.beats.tick(WorkerState.STOPPED)
         self.producer.close()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 SECONDS_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
@@ -107,3 +109,19 @@ class WorkerMetrics:
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
+
+
+class ErrorMetrics(Collector):
+    """What a worker's clients met, counted where it happens; labels are bounded by librdkafka's names and by what stores are asked to do."""
+
+    def __init__(self, role: str, *, broker: Mapping[str, int], objects: Mapping[str, int]) -> None:
+        self._role, self._broker, self._objects = role, broker, objects
+
+    def collect(self) -> Iterator[Metric]:
+        """Give both families."""
+        broker = CounterMetricFamily("relax_broker_errors", "What clients met in the background, mended or not.", labels=["role", "error"])
+        objects = CounterMetricFamily("relax_object_errors", "Calls of the object store that failed for good.", labels=["role", "action"])
+        for family, counts in ((broker, self._broker), (objects, self._objects)):
+            for name, count in dict(counts).items():
+                family.add_metric([self._role, name], count)
+            yield family

@@ -67,11 +67,24 @@ class StuckOnce(Stuck):
             self.marked = True
         return True
 """
+# A trainer whose gradients are infinite from step 3 on.
+TRAINERS = """
+import torch
+
+from relax_events.training.torch_backend import TorchBackend
+
+class NotFinite(TorchBackend):
+    def accumulate(self, samples):
+        super().accumulate(samples)
+        if self.policy_version == 3:
+            self._flat.gradients += torch.inf
+"""
 
 
 def lay_out(folder: Path) -> None:
     """Write the prompts, the reward file and the engines."""
     (folder / "engine.py").write_text(ENGINES)
+    (folder / "trainer.py").write_text(TRAINERS)
     (folder / "prompts.jsonl").write_bytes(b"".join(orjson.dumps({"prompt": prompt, "answer": ""}) + b"\n" for prompt in PROMPTS))
     (folder / "reward.py").write_text(REWARDS)
 

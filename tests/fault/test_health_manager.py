@@ -52,6 +52,18 @@ def test_stuck_worker_is_started_again_and_the_count_outlives_the_controller(sta
 
 
 @pytest.mark.long
+def test_run_ends_when_a_step_is_not_finite_twice(start_run: Callable[..., FaultRun], directory: Path) -> None:
+    run = start_run(run={"num_steps": 20}, trainer={"backend": f"{directory / 'trainer.py'}:NotFinite"})
+    run.start()
+    assert run.until_ended(run.process) == 1
+    assert run.state.ended is not None
+    assert run.state.ended.reason.startswith("train step 3 had a loss or gradient that is not finite, twice, at trainer-0; the weights are those")
+    assert run.state.num_steps == 3
+    assert [line["worker_id"] for line in run.logged("run", "worker.spawned")].count("trainer-0") == 2
+    assert run.ledger()["samples_lost"] == 0
+
+
+@pytest.mark.long
 def test_hung_worker_is_started_again(start_run: Callable[..., FaultRun]) -> None:
     run = start_run(run={"num_steps": 40}, workers=WORKERS)
     run.start()
@@ -67,7 +79,7 @@ def test_hung_worker_is_started_again(start_run: Callable[..., FaultRun]) -> Non
 @pytest.mark.long
 def test_run_is_restored_and_then_given_up_when_nothing_helps(start_run: Callable[..., FaultRun], directory: Path) -> None:
     engine = {"name": f"{directory / 'engine.py'}:Stuck", "max_running_samples": 4, "max_prompt_groups": 1}
-    health = HEALTH | {"max_restarts": 1, "max_restores": 1}
+    health = HEALTH | {"stuck_seconds": 20.0, "max_restarts": 1, "max_restores": 1}
     run = start_run(run={"num_steps": 40, "groups_per_step": 64}, engine=engine, health=health, workers=WORKERS)
     run.start()
     assert run.until_ended(run.process) == 1
@@ -84,13 +96,13 @@ def test_run_is_restored_and_then_given_up_when_nothing_helps(start_run: Callabl
 
 @pytest.mark.long
 def test_controller_that_hangs_ends_itself_when_it_can_again(start_run: Callable[..., FaultRun]) -> None:
-    run = start_run(run={"num_steps": 30}, health=HEALTH, workers=WORKERS)
+    run = start_run(run={"num_steps": 90}, workers=WORKERS)
     run.start()
     run.until_steps(3)
     hung = run.signal(signal.SIGSTOP, "controller-0")
     run.follow_for(12.0)
     run.signal_process(signal.SIGCONT, hung["controller-0"])
-    run.recovers_within(WORKER_SECONDS)
+    run.until_ready_again("controller-0", killed=hung)
     assert run.until_ended(run.process) == 0
     assert commanded(run) == [], "it had heard nobody, itself included"
     assert_books_balance(run)

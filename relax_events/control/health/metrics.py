@@ -35,7 +35,10 @@ class HealthMetrics(Collector):
             for symptom in OF_WORKERS:
                 restarts.add_metric([role, symptom], restarted[role, symptom])
                 sick.add_metric([role, symptom], troubled[role, symptom])
-        yield from (restarts, sick)
+        starts = CounterMetricFamily("relax_worker_starts", "Workers that were started, by whoever, while the controller was there.", labels=["role"])
+        for role in sorted({*self._roles, *self._state.starts}):
+            starts.add_metric([role], self._state.starts[role])
+        yield from (restarts, sick, starts)
         num_restores = len({act.at for act in acts if act.tier is Tier.RESTORE})
         yield CounterMetricFamily("relax_health_restores", "Times that all workers of the pipeline were made to begin anew.", value=num_restores)
         yield GaugeMetricFamily("relax_health_given_up", "1 when the health manager has ended the run, else 0.", value=int(self._state.is_given_up))

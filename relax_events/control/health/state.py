@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from enum import StrEnum
 
 from relax_events.config import RunConfig
-from relax_events.events.parts import Command
+from relax_events.events.parts import Command, WorkerState
 from relax_events.events.types import Event, RunCommanded, TrainStepCommitted, WorkerBeat
 
 MICROS = 1_000_000
@@ -87,6 +87,8 @@ class HealthState:
         self.heard: dict[str, Heard] = {}
         self.listening_since = 0
         self.acts: list[Act] = []
+        self.starts: Counter[str] = Counter()
+        """Processes that began, by role, as far as we heard of them."""
         self.is_paused = self.is_over = self.is_given_up = False
 
     @classmethod
@@ -101,6 +103,7 @@ class HealthState:
             if event.worker_id == self._own_id:
                 self._note_own(at)
             else:
+                self.starts[event.role] += event.state is WorkerState.STARTING
                 self.heard[event.worker_id] = Heard(event, at)
         elif isinstance(event, TrainStepCommitted):
             self._steps.append(event.committed_at)
