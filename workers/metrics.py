@@ -1,29 +1,34 @@
-"""The metrics role: gathers what every worker reports into the run's folder, as JSON lines and, if wanted, TensorBoard files."""
+"""The metrics role: gathers what every worker reports into the run's folder, as JSON lines, and on to trackers."""
 
 from __future__ import annotations
 
+import os
 import queue
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
 from relax_events.config import RunConfig
-from relax_events.errors import ConfigError
 from relax_events.events.types import Event, MetricsReported, PolicyEvaluated, TrainStepCommitted
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.worker import Worker
+from relax_events.telemetry.trackers import Figures, open_feeds
 from workers.opening import open_worker
 
 IDLE_SECONDS = 0.5
-Track = Callable[[dict[str, float], int, str], None]
+TRACKERS_SECONDS = 10.0
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     with open_worker("metrics", config, index=index, follow=("control.metrics", "control.train-steps", "control.evaluations")) as worker:
-        MetricsLoop(worker).run()
+        loop = MetricsLoop(worker)
+        loop.run()
+    if loop.has_left_trackers:
+        os._exit(0)  # their libraries would wait for them at the end of the process
 
 
 class MetricsLoop:
@@ -32,7 +37,7 @@ class MetricsLoop:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._track = open_tracker(worker.config)
+        self._feeds = open_feeds(worker.config, failed=worker.metrics.tracker_failed)
 
     def run(self) -> None:
         """Write until the drain starts."""
@@ -53,19 +58,40 @@ class MetricsLoop:
                     file.write(orjson.dumps(line) + b"\n")
                     worker.finished(1, started)
                 worker.tick(working=event is not None)
+        self._close_trackers()
+
+    @property
+    def has_left_trackers(self) -> bool:
+        """Whether a tracker did not come to an end in its time."""
+        return any(feed.is_running for feed in self._feeds)
+
+    def _close_trackers(self) -> None:
+        """Give trackers a moment for what they have; one that hangs is left behind."""
+        deadline = time.monotonic() + TRACKERS_SECONDS
+        closing = [threading.Thread(target=feed.close, kwargs={"timeout_seconds": TRACKERS_SECONDS}, daemon=True) for feed in self._feeds]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            while thread.is_alive() and time.monotonic() < deadline + IDLE_SECONDS:
+                thread.join(IDLE_SECONDS)
+                self._worker.tick(working=False)
+
+    def _track(self, series: str, step: int, at: int, values: Mapping[str, float]) -> None:
+        for feed in self._feeds:
+            feed.put(Figures(series, step, at, values))
 
     def _line(self, event: Event | None) -> dict[str, Any] | None:
         if isinstance(event, TrainStepCommitted):
-            self._track(event.figures, event.train_step, "train")
-            self._track(event.phase_seconds, event.train_step, "phase_seconds")
+            self._track("train", event.train_step, event.committed_at, event.figures)
+            self._track("phase_seconds", event.train_step, event.committed_at, event.phase_seconds)
             return {"train_step": event.train_step, "at": event.committed_at, **event.figures, "phase_seconds": event.phase_seconds}
         if isinstance(event, PolicyEvaluated):
             figures = evaluation_figures(event)
-            self._track(figures, event.policy_version, f"evaluation/{event.dataset}")
+            self._track(f"evaluation/{event.dataset}", event.policy_version, event.evaluated_at, figures)
             return {"dataset": event.dataset, "at": event.evaluated_at, "policy_version": event.policy_version, **figures}
         if isinstance(event, MetricsReported):
             if "value_loss" in event.values:  # the critic's figures of the train step that made this version
-                self._track(event.values, event.policy_version - 1, "critic")
+                self._track("critic", event.policy_version - 1, event.reported_at, event.values)
             return {"worker_id": event.worker_id, "at": event.reported_at, "policy_version": event.policy_version, **event.values}
         return None
 
@@ -75,24 +101,3 @@ def evaluation_figures(event: PolicyEvaluated) -> dict[str, float]:
     figures = {"reward_mean": event.reward_mean, "reward_stderr": event.reward_stderr, "completion_tokens_mean": event.completion_tokens_mean}
     passes = {f"pass_at_{k}": value for k, value in event.pass_at_k.items()}
     return {name: value for name, value in figures.items() if value is not None} | passes
-
-
-def open_tracker(config: RunConfig) -> Track:
-    """Return what figures are handed to besides the file.
-
-    Raises:
-        ConfigError: TensorBoard is wanted and not installed.
-    """
-    if not config.telemetry.tensorboard:
-        return lambda figures, step, prefix: None
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(f"telemetry.tensorboard needs {error.name}; install relax-events[trackers] or set it to false") from None
-    writer = SummaryWriter(str(config.run_directory / "tensorboard"))
-
-    def track(figures: dict[str, float], step: int, prefix: str) -> None:
-        for name, value in figures.items():
-            writer.add_scalar(f"{prefix}/{name}", value, step)
-
-    return track

@@ -117,8 +117,20 @@ class TelemetryConfig(Section):
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the same; 0 takes a free one and logs it. Above 0 it is that of the first worker on a machine: `relax run` gives the
     others the ports behind it, and so do the ranks of a trainer."""
-    tensorboard: bool = False
-    """The metrics role writes TensorBoard files into the run's directory (extra `trackers`)."""
+    trackers: tuple[str, ...] = ()
+    """Where the metrics role writes figures besides the run's folder: `tensorboard`, `wandb`, `clearml`, `mlflow` (extras of these names), or
+    one's own as `path/to/file.py:Class`."""
+    tracker_project: str = "relax-events"
+    """What trackers gather runs under: project or experiment."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tells_what_became_of_tensorboard(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "tensorboard" in given:
+            if given["tensorboard"]:
+                raise ValueError("tensorboard is one of several trackers now; set telemetry.trackers = ['tensorboard']")
+            return {name: value for name, value in given.items() if name != "tensorboard"}  # as the logs of earlier releases say
+        return given
 
     def port_of(self, place: int) -> int:
         """Return the port of the worker that is so many places behind the first on its machine; 0 stays 0."""

@@ -49,6 +49,9 @@ class WorkerMetrics:
             registry=self.registry,
         )
         self._lagging: set[tuple[str, str]] = set()
+        self._tracker_errors = Counter(
+            "relax_tracker_errors_total", "Times that a tracker did not take figures; it is tried again.", ["tracker"], registry=self.registry
+        )
         self._progress = Gauge("relax_last_progress_timestamp_seconds", "When a worker last finished a record.", ["role"], registry=self.registry)
 
     def processed(self, count: int, *, seconds: float) -> None:
@@ -80,6 +83,10 @@ class WorkerMetrics:
     def tokens(self, count: int) -> None:
         """Count tokens."""
         self._tokens.labels(self._role).inc(count)
+
+    def tracker_failed(self, tracker: str) -> None:
+        """Count an error of a tracker of the run file."""
+        self._tracker_errors.labels(tracker).inc()
 
     def in_flight(self, count: int) -> None:
         """Say how many records are in work."""

@@ -80,9 +80,11 @@ def test_hung_worker_is_started_again(start_run: Callable[..., FaultRun]) -> Non
 def test_run_is_restored_and_then_given_up_when_nothing_helps(start_run: Callable[..., FaultRun], directory: Path) -> None:
     engine = {"name": f"{directory / 'engine.py'}:Stuck", "max_running_samples": 4, "max_prompt_groups": 1}
     health = HEALTH | {"stuck_seconds": 20.0, "max_restarts": 1, "max_restores": 1}
-    run = start_run(run={"num_steps": 40, "groups_per_step": 64}, engine=engine, health=health, workers=WORKERS)
+    few_roles = {"kl_coefficient": 0.0, "old_logprobs": "rollout"}
+    sections = {"run": {"num_steps": 40, "groups_per_step": 64}, "algorithm": few_roles, "workers": {"beat_seconds": 0.2, "hung_seconds": 20.0}}
+    run = start_run(**sections, engine=engine, health=health)
     run.start()
-    assert run.until_ended(run.process) == 1
+    assert run.until_ended(run.process, timeout_seconds=220) == 1
     pipeline = {f"{role}-0" for role in run.config.roles()} - {"controller-0", "metrics-0"}
     told = commanded(run)
     assert told[0] == ("rollout-0", "restart", "stuck")
@@ -96,11 +98,11 @@ def test_run_is_restored_and_then_given_up_when_nothing_helps(start_run: Callabl
 
 @pytest.mark.long
 def test_controller_that_hangs_ends_itself_when_it_can_again(start_run: Callable[..., FaultRun]) -> None:
-    run = start_run(run={"num_steps": 90}, workers=WORKERS)
+    run = start_run(run={"num_steps": 120}, workers=WORKERS | {"hung_seconds": 25.0})
     run.start()
     run.until_steps(3)
     hung = run.signal(signal.SIGSTOP, "controller-0")
-    run.follow_for(12.0)
+    run.follow_for(27.0)
     run.signal_process(signal.SIGCONT, hung["controller-0"])
     run.until_ready_again("controller-0", killed=hung)
     assert run.until_ended(run.process) == 0
