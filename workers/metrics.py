@@ -1,4 +1,4 @@
-"""The metrics role: gathers what every worker reports into the run's folder, as JSON lines, and on to trackers."""
+"""The metrics role: gathers what every worker reports into the run's folder, as JSON lines, and on to trackers; tells people of the run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from typing import Any
 import orjson
 
 from relax_events.config import RunConfig
+from relax_events.control.notices import NoticeDesk
+from relax_events.control.telling import open_tellers
 from relax_events.events.types import Event, MetricsReported, PolicyEvaluated, TrainStepCommitted
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.worker import Worker
+from relax_events.telemetry.feed import Feed
 from relax_events.telemetry.trackers import Figures, open_feeds
 from workers.opening import open_worker
 
 IDLE_SECONDS = 0.5
-TRACKERS_SECONDS = 10.0
+CLOSE_SECONDS = 10.0
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -27,7 +30,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     with open_worker("metrics", config, index=index, follow=("control.metrics", "control.train-steps", "control.evaluations")) as worker:
         loop = MetricsLoop(worker)
         loop.run()
-    if loop.has_left_trackers:
+    if loop.has_left_feeds:
         os._exit(0)  # their libraries would wait for them at the end of the process
 
 
@@ -37,7 +40,9 @@ class MetricsLoop:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._feeds = open_feeds(worker.config, failed=worker.metrics.tracker_failed)
+        self._trackers = open_feeds(worker.config, failed=worker.metrics.tracker_failed)
+        self._tellers = open_tellers(worker.config, failed=worker.metrics.notice_failed)
+        self._desk = NoticeDesk(worker.config.run.id)
 
     def run(self) -> None:
         """Write until the drain starts."""
@@ -53,22 +58,32 @@ class MetricsLoop:
                     event = self._inbox.get(timeout=IDLE_SECONDS)
                 except queue.Empty:
                     event = None
+                self._tell(event)
                 if (line := self._line(event)) is not None:
                     failpoint("metrics.before_write")
                     file.write(orjson.dumps(line) + b"\n")
                     worker.finished(1, started)
                 worker.tick(working=event is not None)
-        self._close_trackers()
+        self._close_feeds()
+
+    def _tell(self, event: Event | None) -> None:
+        if event is not None and (notice := self._desk.note(event)) is not None:
+            for teller in self._tellers:
+                teller.put(notice)
 
     @property
-    def has_left_trackers(self) -> bool:
-        """Whether a tracker did not come to an end in its time."""
+    def has_left_feeds(self) -> bool:
+        """Whether a tracker or a service did not come to an end in its time."""
         return any(feed.is_running for feed in self._feeds)
 
-    def _close_trackers(self) -> None:
-        """Give trackers a moment for what they have; one that hangs is left behind."""
-        deadline = time.monotonic() + TRACKERS_SECONDS
-        closing = [threading.Thread(target=feed.close, kwargs={"timeout_seconds": TRACKERS_SECONDS}, daemon=True) for feed in self._feeds]
+    @property
+    def _feeds(self) -> list[Feed[Any]]:
+        return [*self._trackers, *self._tellers]
+
+    def _close_feeds(self) -> None:
+        """Give trackers and services a moment for what they have; one that hangs is left behind."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        closing = [threading.Thread(target=feed.close, kwargs={"timeout_seconds": CLOSE_SECONDS}, daemon=True) for feed in self._feeds]
         for thread in closing:
             thread.start()
         for thread in closing:
@@ -77,7 +92,7 @@ class MetricsLoop:
                 self._worker.tick(working=False)
 
     def _track(self, series: str, step: int, at: int, values: Mapping[str, float]) -> None:
-        for feed in self._feeds:
+        for feed in self._trackers:
             feed.put(Figures(series, step, at, values))
 
     def _line(self, event: Event | None) -> dict[str, Any] | None:

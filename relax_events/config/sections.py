@@ -120,6 +120,9 @@ class TelemetryConfig(Section):
     trackers: tuple[str, ...] = ()
     """Where the metrics role writes figures besides the run's folder: `tensorboard`, `wandb`, `clearml`, `mlflow` (extras of these names), or
     one's own as `path/to/file.py:Class`."""
+    notice_urls_file: Path | None = None
+    """File with the Apprise URLs that are told of the run's start, end, failures and recoveries, one a line (extra `notices`); they are
+    secrets. In the environment `RELAX_NOTICE_URLS`."""
     tracker_project: str = "relax-events"
     """What trackers gather runs under: project or experiment."""
 

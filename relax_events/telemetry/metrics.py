@@ -52,6 +52,9 @@ class WorkerMetrics:
         self._tracker_errors = Counter(
             "relax_tracker_errors_total", "Times that a tracker did not take figures; it is tried again.", ["tracker"], registry=self.registry
         )
+        self._notice_errors = Counter(
+            "relax_notice_errors_total", "Times that a service did not take a notice; it is tried again.", ["service"], registry=self.registry
+        )
         self._progress = Gauge("relax_last_progress_timestamp_seconds", "When a worker last finished a record.", ["role"], registry=self.registry)
 
     def processed(self, count: int, *, seconds: float) -> None:
@@ -87,6 +90,10 @@ class WorkerMetrics:
     def tracker_failed(self, tracker: str) -> None:
         """Count an error of a tracker of the run file."""
         self._tracker_errors.labels(tracker).inc()
+
+    def notice_failed(self, service: str) -> None:
+        """Count an error of a service that notices go to, by its scheme and place."""
+        self._notice_errors.labels(service).inc()
 
     def in_flight(self, count: int) -> None:
         """Say how many records are in work."""

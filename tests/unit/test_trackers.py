@@ -12,7 +12,9 @@ import pytest
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
-from relax_events.telemetry.trackers import Figures, Memory, TrackerFeed, feeding, open_feeds
+from relax_events.telemetry import feed as feeding
+from relax_events.telemetry.feed import Feed
+from relax_events.telemetry.trackers import Figures, Memory, feed_tracker, open_feeds
 from tests.unit.run_events import run_config
 
 PATIENCE_SECONDS = 20.0
@@ -44,17 +46,17 @@ def figures(step: int, series: str = "train") -> Figures:
 
 
 @pytest.fixture
-def feed_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[TrackerFeed, list[str]]]:
+def feed_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Feed[Figures], list[str]]]:
     monkeypatch.setattr(feeding, "BACKOFF_SECONDS", 0.01)
 
-    def make(tracker: Kept) -> tuple[TrackerFeed, list[str]]:
+    def make(tracker: Kept) -> tuple[Feed[Figures], list[str]]:
         errors: list[str] = []
-        return TrackerFeed("kept", lambda memory: tracker, memory=Memory(tmp_path / "kept.json"), failed=errors.append), errors
+        return feed_tracker("kept", lambda memory: tracker, memory=Memory(tmp_path / "kept.json"), failed=errors.append), errors
 
     return make
 
 
-def test_figures_come_in_order_although_the_tracker_is_down_for_a_while(feed_of: Callable[..., tuple[TrackerFeed, list[str]]]) -> None:
+def test_figures_come_in_order_although_the_tracker_is_down_for_a_while(feed_of: Callable[..., tuple[Feed[Figures], list[str]]]) -> None:
     tracker = Kept(refusals=4)
     feed, errors = feed_of(tracker)
     for step in range(50):
@@ -68,7 +70,7 @@ def test_figures_come_in_order_although_the_tracker_is_down_for_a_while(feed_of:
 
 
 def test_tracker_that_hangs_holds_up_neither_the_worker_nor_its_end(
-    feed_of: Callable[..., tuple[TrackerFeed, list[str]]], monkeypatch: pytest.MonkeyPatch
+    feed_of: Callable[..., tuple[Feed[Figures], list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feeding, "MAX_QUEUED", 10)
     tracker = Kept(hangs=True)
@@ -83,7 +85,7 @@ def test_tracker_that_hangs_holds_up_neither_the_worker_nor_its_end(
     tracker.released.set()
 
 
-def test_tracker_that_is_down_at_the_end_is_tried_once_more_and_left(feed_of: Callable[..., tuple[TrackerFeed, list[str]]]) -> None:
+def test_tracker_that_is_down_at_the_end_is_tried_once_more_and_left(feed_of: Callable[..., tuple[Feed[Figures], list[str]]]) -> None:
     feed, errors = feed_of(Kept(refusals=10**9))
     for step in range(5):
         feed.put(figures(step))
@@ -93,7 +95,7 @@ def test_tracker_that_is_down_at_the_end_is_tried_once_more_and_left(feed_of: Ca
 
 @pytest.mark.parametrize(("remembers", "again"), [(True, [("train", 3), ("evaluation/held", 4)]), (False, [("train", step) for step in range(4)])])
 def test_worker_that_starts_again_doubles_nothing(
-    feed_of: Callable[..., tuple[TrackerFeed, list[str]]], remembers: bool, again: list[tuple[str, int]]
+    feed_of: Callable[..., tuple[Feed[Figures], list[str]]], remembers: bool, again: list[tuple[str, int]]
 ) -> None:
     first, second = Kept(remembers=remembers), Kept(remembers=remembers)
     for tracker, steps in ((first, 3), (second, 4)):
