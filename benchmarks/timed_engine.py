@@ -74,6 +74,11 @@ class TimedEngine:
         """Samples submitted and not finished."""
         return len(self._running) + len(self._waiting)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that each running sample has got since the beginning."""
+        return int(self._done)
+
     def submit(self, request: GenerationRequest) -> None:
         """Let a prompt group's samples join, or queue where `max_running_samples` are running.
 

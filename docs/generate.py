@@ -16,12 +16,13 @@ from pydantic_core import PydanticUndefined
 from relax_events import errors
 from relax_events.algorithms.describing import describe, installed_algorithms
 from relax_events.config import RunConfig
+from relax_events.control.health import HealthMetrics, HealthState
 from relax_events.control.run_metrics import RunMetrics
 from relax_events.control.run_state import RunState
 from relax_events.events.schemas import current_schemas
 from relax_events.rewards.describing import describe_reward
 from relax_events.rewards.hub import reward_names
-from relax_events.telemetry.metrics import WorkerMetrics
+from relax_events.telemetry.metrics import ErrorMetrics, WorkerMetrics
 from relax_events.topics import TopicPlan
 
 FOLDER = Path(__file__).parent / "reference"
@@ -143,9 +144,9 @@ def metrics_page() -> str:
         "# Metrics",
         "All names begin with `relax_`, all values are in base units. No label holds a version or an id; the scrape target says which run it is.",
         "## Of every worker\n\nServed on `/metrics` of every worker.",
-        _metric_rows(WorkerMetrics("trainer").registry.collect()),
+        _metric_rows([*WorkerMetrics("trainer").registry.collect(), *ErrorMetrics("trainer", broker={}, objects={}).collect()]),
         "## Of the run\n\nServed by the controller in addition, which keeps the run's state: it is rebuilt from the control log at each start.",
-        _metric_rows(RunMetrics(config, RunState()).collect()),
+        _metric_rows([*RunMetrics(config, RunState()).collect(), *HealthMetrics(HealthState.of(config, own_id="controller-0"), config).collect()]),
     ]
     return "\n\n".join(parts) + "\n"
 

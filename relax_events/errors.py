@@ -19,6 +19,7 @@ RelaxError                      exit with its `exit_code`; the text names the th
 ├── EngineFailed                exit 1: the inference server is lost; the leases are free, and the worker that starts next has a new one
 ├── CheckFailed                 exit 6: a check ran and found something
 └── RunFailed                   exit 1: the run ended without reaching its goal
+    └── StepNotFinite           exit 1: nothing of the step is kept; the controller ends the run when the same step comes out so again
 """
 
 
@@ -122,3 +123,17 @@ class CheckFailed(RelaxError):
 
 class RunFailed(RelaxError):
     """The run ended without reaching its goal."""
+
+
+class StepNotFinite(RunFailed):
+    """A loss or a gradient is no finite number; the weights are those before the step."""
+
+    def __init__(self, text: str, *, train_step: int) -> None:
+        """Say what was seen.
+
+        Args:
+            text: Names the step, the value, and where to look.
+            train_step: Whose loss or gradient it is.
+        """
+        super().__init__(text)
+        self.train_step = train_step

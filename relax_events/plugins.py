@@ -1,4 +1,4 @@
-"""Roles, engines, trainer backends, rewards and algorithms are entry points, so that nothing here knows them all and anyone can add one.
+"""Roles, engines, trainer backends, rewards, algorithms and trackers are entry points, so that nothing here knows them all and anyone can add one.
 
 One's own needs no package: `path/to/file.py:Name` names it as well.
 """
@@ -22,6 +22,7 @@ ENGINES = "relax_events.engines"
 TRAINER_BACKENDS = "relax_events.trainer_backends"
 REWARDS = "relax_events.rewards"
 ALGORITHMS = "relax_events.algorithms"
+TRACKERS = "relax_events.trackers"
 CLASS, FUNCTION = type, Callable
 NAMES = {CLASS: "class", FUNCTION: "function"}
 

@@ -1,19 +1,26 @@
-"""The controller: watches the control log, ends the run at its goal or when it can't be reached, and has hung workers restarted.
+"""The controller: watches the control log, ends the run at its goal or when it can't be reached, and has workers that are not well restarted.
 
 Its state is the control log; a controller that is killed starts again and knows all that it knew.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import queue
 import time
+from collections.abc import Sequence
 
 import structlog
 
+from relax_events.broker.admin import Admin
 from relax_events.broker.backlog import queue_backlog
+from relax_events.broker.deadline import Deadline
+from relax_events.broker.replication import amiss
 from relax_events.config import RunConfig
+from relax_events.control.health import HealthMetrics, HealthState, Limits, decide
 from relax_events.control.run_metrics import RunMetrics
-from relax_events.control.run_state import FOLLOWED, RunState, is_silent
+from relax_events.control.run_state import FOLLOWED, RunState
 from relax_events.control.topics.purger import Purger
 from relax_events.control.topics.retention import RetentionKeeper
 from relax_events.errors import BrokerError
@@ -23,11 +30,14 @@ from relax_events.pipeline.control import ControlFollower
 from relax_events.pipeline.description import describe, is_told
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.source_run import SourceRun
-from relax_events.pipeline.worker import Worker
+from relax_events.pipeline.worker import RESTART_CODE, Worker
+from relax_events.topics.rights import prefix_of
 from workers.opening import open_store, open_worker
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
+SEEN_SECONDS = 12.0  # longer than Prometheus needs to come by once, and shorter than a drain may take
+PARTITIONS_SECONDS, PARTITIONS_TIMEOUT_SECONDS = 30.0, 3.0
 QUEUE_SECONDS, QUEUE_RETRY_SECONDS = 5.0, 60.0  # brokers before 4.2 don't know the question, and log that
 
 
@@ -45,9 +55,12 @@ class ControllerLoop:
         self._state = RunState()
         self._metrics = RunMetrics(self._config, self._state)
         worker.metrics.registry.register(self._metrics)
-        self._look_at_queue_after = 0.0
+        self._look_at_queue_after = self._look_at_partitions_after = 0.0
+        self._admin = Admin(dataclasses.replace(worker.connection, request_timeout_seconds=PARTITIONS_TIMEOUT_SECONDS))
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._restarted: dict[str, int] = {}
+        self._limits = Limits.of(self._config)
+        self._health = HealthState.of(self._config, own_id=worker.worker_id)
+        worker.metrics.registry.register(HealthMetrics(self._health, self._config))
         self._purger = Purger(self._config, worker.connection, open_store(self._config), worker.codec)
         self._retention = RetentionKeeper(self._purger, self._config)
         self._all_trained_at = 0.0
@@ -61,18 +74,28 @@ class ControllerLoop:
         self._describe()
         if self._config.is_replay and self._config.source.follow:
             self._follow_leader()
-        worker.follow(self._inbox.put)
+        worker.follow(self._inbox.put, self._watch_ourselves)
         while not worker.drain.requested:
             self._take()
             self._judge()
-            self._look_for_hung()
+            self._tend_workers()
             self._look_at_queue()
+            self._look_at_partitions()
             for entity, count in self._retention.tend().items():
                 worker.metrics.purged(entity, count)
             worker.tick(working=False)
+        self._stay_to_be_scraped()
         self._purger.close()
+        self._admin.close()
         if self._leader_follower is not None:
             self._leader_follower.close()
+
+    def _stay_to_be_scraped(self) -> None:
+        """Serve for a moment how the run ended, where somebody is there to see it: it is what silences alerts, or the reason for one."""
+        deadline = Deadline(SEEN_SECONDS if self._state.ended is not None and self._config.telemetry.metrics_port else 0.0)
+        while not deadline.passed:
+            self._take()
+            self._worker.tick(working=False)
 
     def _describe(self) -> None:
         """Tell the log what this run is, unless it knows."""
@@ -92,7 +115,7 @@ class ControllerLoop:
             event = self._inbox.get(timeout=IDLE_SECONDS)
             while True:
                 if event is not None:
-                    self._state.note(event)
+                    self._note(event)
                     self._retention.note(event)
                 event = self._inbox.get_nowait()
         except queue.Empty:
@@ -104,13 +127,16 @@ class ControllerLoop:
         if state.ended is not None:
             return
         if state.num_steps >= num_steps and self._is_evaluated():
-            self._command(Command.STOP, reason=f"all {num_steps} train steps are committed", succeeded=True)
+            self._stop(reason=f"all {num_steps} train steps are committed", succeeded=True)
         elif self._leader is not None and self._leader.ended is not None and state.policy_version >= self._leader.policy_version:
             done = f"all {state.num_steps} train steps of run {self._config.source.run} are trained"
-            self._command(Command.STOP, reason=f"{done}; it had ended: {self._leader.ended.reason}", succeeded=True)
+            self._stop(reason=f"{done}; it had ended: {self._leader.ended.reason}", succeeded=True)
         elif state.failed_in_a_row >= run.max_failed_groups:
             failed = f"{state.failed_in_a_row} prompt groups failed in a row (run.max_failed_groups)"
-            self._command(Command.STOP, reason=f"{failed}; the last one: {state.last_failure}")
+            self._stop(reason=f"{failed}; the last one: {state.last_failure}")
+        elif (lost := state.step_lost) is not None:
+            what = f"train step {lost.policy_version} had a loss or gradient that is not finite, twice, at {lost.worker_id}"
+            self._stop(reason=f"{what}; the weights are those before it; see its log and docs/how-to/alerts/relax-step-not-finite.md")
 
     def _is_evaluated(self) -> bool:
         """Tell whether the last version was evaluated on everything, or has had its time."""
@@ -124,15 +150,21 @@ class ControllerLoop:
         log.warning("evaluation.overdue", policy_version=version, missing=missing, seconds=evaluation.final_seconds)
         return True
 
-    def _look_for_hung(self) -> None:
-        """Have a worker restarted that breathes no more: its work loop owes a beat every `workers.beat_seconds`."""
-        limit = now_micros() - int(self._config.workers.hung_seconds * 1e6)
-        if self._worker.beats.started_at > limit:
-            return  # old beats may be of an earlier session; everyone gets the time to beat again
-        for worker_id, beat in self._state.workers.items():
-            if is_silent(beat, seconds=self._config.workers.hung_seconds) and self._restarted.get(worker_id) != beat.beat_at:
-                self._restarted[worker_id] = beat.beat_at
-                self._command(Command.RESTART, role=beat.role, worker_id=worker_id, reason=f"no beat for {self._config.workers.hung_seconds:g} s")
+    def _note(self, event: Event) -> None:
+        self._state.note(event)
+        self._health.note(event, at=now_micros())
+
+    def _tend_workers(self) -> None:
+        """Do about workers that are not well what is to be done now; with the last step trained the run needs none of the pipeline any more."""
+        is_trained = self._state.num_steps >= self._config.num_train_steps
+        limits = dataclasses.replace(self._limits, pipeline=frozenset()) if is_trained else self._limits
+        self._give(decide(self._health, limits, now=now_micros()))
+
+    def _watch_ourselves(self, _: Event) -> None:
+        """End this process when its work loop hangs, from the thread that hears the others beat: nobody else watches the controller."""
+        if self._worker.illness():
+            log.error("worker.killed", reason=self._worker.illness())
+            os._exit(RESTART_CODE)
 
     def _look_at_queue(self) -> None:
         """Ask from time to time how many prompt groups wait; where the broker does not tell, nothing is told."""
@@ -146,11 +178,28 @@ class ControllerLoop:
             self._metrics.num_queued = None
             self._look_at_queue_after = time.monotonic() + QUEUE_RETRY_SECONDS
 
-    def _command(self, command: Command, *, reason: str, role: str | None = None, worker_id: str | None = None, succeeded: bool = False) -> None:
-        event = RunCommanded(command=command, role=role, worker_id=worker_id, reason=reason, succeeded=succeeded)
+    def _look_at_partitions(self) -> None:
+        """Ask from time to time how the run's partitions are; while the cluster does not tell, nothing is told."""
+        if time.monotonic() < self._look_at_partitions_after:
+            return
+        self._look_at_partitions_after = time.monotonic() + PARTITIONS_SECONDS
+        try:
+            self._metrics.partitions = amiss(self._admin.partitions(prefix_of(self._config.run.id)))
+        except BrokerError as error:
+            log.info("partitions.unknown", error=str(error))
+            self._metrics.partitions = {}
+
+    def _stop(self, *, reason: str, succeeded: bool = False) -> None:
+        self._give([RunCommanded(command=Command.STOP, reason=reason, succeeded=succeeded)])
+
+    def _give(self, commands: Sequence[RunCommanded]) -> None:
+        """Write commands, and know them from then on."""
+        if not commands:
+            return
         failpoint("controller.before_command")
-        self._worker.producer.write([self._worker.outbound("control.commands", event)])
+        self._worker.producer.write([self._worker.outbound("control.commands", event) for event in commands])
         failpoint("controller.after_command")
-        if command is Command.STOP:
-            self._state.ended = event
-        log.info("run.commanded", command=command, addressed_to=worker_id or role or "all", reason=reason, succeeded=succeeded)
+        for event in commands:
+            self._note(event)
+            addressed_to = event.worker_id or event.role or "all"
+            log.info("run.commanded", command=event.command, addressed_to=addressed_to, reason=event.reason, succeeded=event.succeeded)

@@ -75,7 +75,7 @@ class EvaluatorLoop:
             due = min(self._published, default=None)
             if due is not None and not worker.paused:
                 self._evaluate(self._published[due])
-            worker.tick(working=due is not None)
+            worker.tick(working=due is not None and not worker.paused)
 
     def _wake(self) -> None:
         self._inbox.put(None)
@@ -102,6 +102,10 @@ class EvaluatorLoop:
             is_due = config.evaluation.is_due(version, first=config.first_version, last=config.last_version)
             if is_due and list(self._left(version)):
                 self._published[version] = event
+
+    def _beat_between_scores(self) -> None:
+        self._worker.beats.advance()
+        self._worker.tick(working=True)
 
     def _left(self, version: int) -> Iterator[EvaluationDatasetConfig]:
         """Give the datasets that a version is still to be evaluated on."""
@@ -153,7 +157,7 @@ class EvaluatorLoop:
             library=self._library,
             rewards=self._rewards[dataset.name],
             config=self._config,
-            beat=lambda: self._worker.tick(working=True),
+            beat=self._beat_between_scores,
         )
         while not one.is_over:
             if self._worker.drain.requested:
@@ -162,6 +166,7 @@ class EvaluatorLoop:
             one.turn()
             failpoint("evaluator.generating")
             self._worker.beats.num_in_flight = self._engine.num_running
+            self._worker.beats.advance_to(self._engine.num_tokens)
             self._worker.tick(working=True)
         self._worker.metrics.tokens(one.tally.num_tokens)
         done = one.result(policy_version=weights.policy_version, weights_digest=weights.digest, seconds=time.monotonic() - started)

@@ -1,28 +1,37 @@
-"""The metrics role: gathers what every worker reports into the run's folder, as JSON lines and, if wanted, TensorBoard files."""
+"""The metrics role: gathers what every worker reports into the run's folder, as JSON lines, and on to trackers; tells people of the run."""
 
 from __future__ import annotations
 
+import os
 import queue
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
 from relax_events.config import RunConfig
-from relax_events.errors import ConfigError
+from relax_events.control.notices import NoticeDesk
+from relax_events.control.telling import open_tellers
 from relax_events.events.types import Event, MetricsReported, PolicyEvaluated, TrainStepCommitted
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.worker import Worker
+from relax_events.telemetry.feed import Feed
+from relax_events.telemetry.trackers import Figures, open_feeds
 from workers.opening import open_worker
 
 IDLE_SECONDS = 0.5
-Track = Callable[[dict[str, float], int, str], None]
+CLOSE_SECONDS = 10.0
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     with open_worker("metrics", config, index=index, follow=("control.metrics", "control.train-steps", "control.evaluations")) as worker:
-        MetricsLoop(worker).run()
+        loop = MetricsLoop(worker)
+        loop.run()
+    if loop.has_left_feeds:
+        os._exit(0)  # their libraries would wait for them at the end of the process
 
 
 class MetricsLoop:
@@ -31,7 +40,9 @@ class MetricsLoop:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._track = open_tracker(worker.config)
+        self._trackers = open_feeds(worker.config, failed=worker.metrics.tracker_failed)
+        self._tellers = open_tellers(worker.config, failed=worker.metrics.notice_failed)
+        self._desk = NoticeDesk(worker.config.run.id)
 
     def run(self) -> None:
         """Write until the drain starts."""
@@ -42,27 +53,60 @@ class MetricsLoop:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb", buffering=0) as file:
             while not worker.drain.requested:
+                started = time.monotonic()
                 try:
                     event = self._inbox.get(timeout=IDLE_SECONDS)
                 except queue.Empty:
                     event = None
+                self._tell(event)
                 if (line := self._line(event)) is not None:
                     failpoint("metrics.before_write")
                     file.write(orjson.dumps(line) + b"\n")
+                    worker.finished(1, started)
                 worker.tick(working=event is not None)
+        self._close_feeds()
+
+    def _tell(self, event: Event | None) -> None:
+        if event is not None and (notice := self._desk.note(event)) is not None:
+            for teller in self._tellers:
+                teller.put(notice)
+
+    @property
+    def has_left_feeds(self) -> bool:
+        """Whether a tracker or a service did not come to an end in its time."""
+        return any(feed.is_running for feed in self._feeds)
+
+    @property
+    def _feeds(self) -> list[Feed[Any]]:
+        return [*self._trackers, *self._tellers]
+
+    def _close_feeds(self) -> None:
+        """Give trackers and services a moment for what they have; one that hangs is left behind."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        closing = [threading.Thread(target=feed.close, kwargs={"timeout_seconds": CLOSE_SECONDS}, daemon=True) for feed in self._feeds]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            while thread.is_alive() and time.monotonic() < deadline + IDLE_SECONDS:
+                thread.join(IDLE_SECONDS)
+                self._worker.tick(working=False)
+
+    def _track(self, series: str, step: int, at: int, values: Mapping[str, float]) -> None:
+        for feed in self._trackers:
+            feed.put(Figures(series, step, at, values))
 
     def _line(self, event: Event | None) -> dict[str, Any] | None:
         if isinstance(event, TrainStepCommitted):
-            self._track(event.figures, event.train_step, "train")
-            self._track(event.phase_seconds, event.train_step, "phase_seconds")
+            self._track("train", event.train_step, event.committed_at, event.figures)
+            self._track("phase_seconds", event.train_step, event.committed_at, event.phase_seconds)
             return {"train_step": event.train_step, "at": event.committed_at, **event.figures, "phase_seconds": event.phase_seconds}
         if isinstance(event, PolicyEvaluated):
             figures = evaluation_figures(event)
-            self._track(figures, event.policy_version, f"evaluation/{event.dataset}")
+            self._track(f"evaluation/{event.dataset}", event.policy_version, event.evaluated_at, figures)
             return {"dataset": event.dataset, "at": event.evaluated_at, "policy_version": event.policy_version, **figures}
         if isinstance(event, MetricsReported):
             if "value_loss" in event.values:  # the critic's figures of the train step that made this version
-                self._track(event.values, event.policy_version - 1, "critic")
+                self._track("critic", event.policy_version - 1, event.reported_at, event.values)
             return {"worker_id": event.worker_id, "at": event.reported_at, "policy_version": event.policy_version, **event.values}
         return None
 
@@ -72,24 +116,3 @@ def evaluation_figures(event: PolicyEvaluated) -> dict[str, float]:
     figures = {"reward_mean": event.reward_mean, "reward_stderr": event.reward_stderr, "completion_tokens_mean": event.completion_tokens_mean}
     passes = {f"pass_at_{k}": value for k, value in event.pass_at_k.items()}
     return {name: value for name, value in figures.items() if value is not None} | passes
-
-
-def open_tracker(config: RunConfig) -> Track:
-    """Return what figures are handed to besides the file.
-
-    Raises:
-        ConfigError: TensorBoard is wanted and not installed.
-    """
-    if not config.telemetry.tensorboard:
-        return lambda figures, step, prefix: None
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(f"telemetry.tensorboard needs {error.name}; install relax-events[trackers] or set it to false") from None
-    writer = SummaryWriter(str(config.run_directory / "tensorboard"))
-
-    def track(figures: dict[str, float], step: int, prefix: str) -> None:
-        for name, value in figures.items():
-            writer.add_scalar(f"{prefix}/{name}", value, step)
-
-    return track

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from relax_events.broker.eviction import evict_predecessors
 from relax_events.config import RunConfig
 from relax_events.events.types import Event
+from relax_events.objects.backends import errors as object_errors
 from relax_events.objects.claim_check import check_in, check_out
 from relax_events.objects.roots import AllowedRoots
 from relax_events.objects.store import ObjectStore
 from relax_events.pipeline.worker import Worker
+from relax_events.telemetry.metrics import ErrorMetrics
 from relax_events.topics.rights import ROLE_RIGHTS
 
 
@@ -43,6 +45,7 @@ def open_worker(
     opened, objects = store or open_store(config), config.objects
     claim_check = StoreClaimCheck(opened, inline_max_bytes=objects.inline_max_bytes, allowed_roots=objects.allowed_roots)
     worker = Worker(role, config, claim_check=claim_check, index=index, follow=follow, linger_ms=linger_ms)
+    worker.metrics.registry.register(ErrorMetrics(role, broker=worker.connection.errors, objects=object_errors))
     worker.drain.listen_to_signals()
     if ROLE_RIGHTS[role].is_member:
         evict_predecessors(worker.connection, worker.plan.consumer_group(role))

@@ -73,7 +73,7 @@ class PrompterLoop:
             judges,
             block_rows=self._config.data.hook_block_rows if self._config.data.hook else 1,
             first_row=self._config.source.from_row,
-            beat=lambda: worker.tick(working=True),
+            beat=self._beat,
         )
         # A record batch for each prompt group, so that a share consumer can lease one at a time.
         self._producer = RecordProducer(worker.connection, one_record_per_batch=True)
@@ -89,6 +89,10 @@ class PrompterLoop:
                 self._take(self._inbox.get(timeout=IDLE_SECONDS))
             worker.tick(working=False)
         self._producer.close()
+
+    def _beat(self) -> None:
+        self._worker.beats.advance()  # a block of rows was judged
+        self._worker.tick(working=True)
 
     def _recover(self) -> None:
         """Read back what was issued, and of what retention has deleted from the queue that its seats were trained."""

@@ -140,7 +140,12 @@ class RolloutLoop:
                 self._engine.sleep()
                 self._asleep = True
         self._worker.beats.num_in_flight = len(self._running) + len(self._waiting)
-        self._worker.tick(working=busy)
+        self._worker.tick(working=busy or self._is_kept_from_work())
+
+    def _is_kept_from_work(self) -> bool:
+        """Tell whether a prompt group waits though the version that it needs is out: the engine has not loaded it, for whatever reason."""
+        published = self._worker.control.policy_version
+        return not self._worker.paused and any(group.issued.required_policy_version <= published for group in self._waiting)
 
     def _put(self, lease: Lease | None) -> None:
         """Put a lease, or a reason to look around, into the inbox from any thread; an engine at work hands over to us at its next token."""
@@ -266,6 +271,7 @@ class RolloutLoop:
             group.samples.append(sample)
             if group.is_complete:
                 finished.append(self._running.pop(sample.prompt_group_id))
+        self._worker.beats.advance_to(self._engine.num_tokens)
         if self._running:
             failpoint("rollout.generating")
         if finished:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -121,6 +122,8 @@ class Connection:
     client_id: str = "relax"
     credentials: Mapping[str, str] = field(default_factory=dict, repr=False)
     refusals: Refusals = field(default_factory=Refusals, repr=False, compare=False)
+    errors: Counter[str] = field(default_factory=Counter, repr=False, compare=False)
+    """What clients met in the background, by librdkafka's name for it."""
 
     @classmethod
     def of(cls, config: BrokerConfig, *, client_id: str) -> Connection:
@@ -142,7 +145,7 @@ class Connection:
             "reconnect.backoff.max.ms": 1000,
             "topic.metadata.refresh.interval.ms": 10_000,  # a broker that was cut off still says that it leads; others know better
             "log_level": 2,
-            "error_cb": ConnectionLog(self.bootstrap_servers, self.refusals),
+            "error_cb": ConnectionLog(self.bootstrap_servers, self.refusals, self.errors),
         }
         dotted = {key if key in CALLBACKS else key.replace("_", "."): value for key, value in more.items()}
         return base | dict(self.credentials) | dict(self.client) | dotted
@@ -160,8 +163,8 @@ class Connection:
 class ConnectionLog:
     """Turns librdkafka's background errors into log events: each kind once when the broker goes, not on every attempt."""
 
-    def __init__(self, bootstrap_servers: str, refusals: Refusals) -> None:
-        self._bootstrap_servers, self._refusals = bootstrap_servers, refusals
+    def __init__(self, bootstrap_servers: str, refusals: Refusals, errors: Counter[str]) -> None:
+        self._bootstrap_servers, self._refusals, self._errors = bootstrap_servers, refusals, errors
         self._logged_at: dict[int, float] = {}
         self._lock = threading.Lock()
 
@@ -170,6 +173,7 @@ class ConnectionLog:
         self._refusals.note(error)
         now = time.monotonic()
         with self._lock:
+            self._errors[error.name()] += 1
             is_news = now - self._logged_at.get(error.code(), -QUIET_SECONDS) >= QUIET_SECONDS
             self._logged_at[error.code()] = now
         if is_news:

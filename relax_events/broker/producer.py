@@ -37,10 +37,21 @@ class RecordProducer:
         self._producer = Producer(settings)
         self._connection = connection
         self._failure: KafkaError | None = None
+        self._num_unanswered = 0
+        self._waiting_since = self._looked_at = 0.0
 
     def send(self, record: OutRecord) -> None:
         """Hand a record to the client; it is safe only after `flush`."""
+        if not self._num_unanswered:
+            self._waiting_since = time.monotonic()
         enqueue(self._producer, record, self._delivered)
+        self._num_unanswered += 1
+        self._looked_at = time.monotonic()
+
+    @property
+    def seconds_unanswered(self) -> float:
+        """For how long the broker had not answered when we last looked; 0 when nothing was owed."""
+        return max(0.0, self._looked_at - self._waiting_since) if self._num_unanswered else 0.0
 
     def flush(self) -> None:
         """Wait until everything sent is acknowledged.
@@ -71,6 +82,7 @@ class RecordProducer:
     def _flush_within(self, deadline: Deadline) -> int:
         """Wait for acknowledgements and return how many are missing at the deadline."""
         while (left := self._producer.flush(min(FLUSH_SECONDS, deadline.remaining_seconds))) and not deadline.passed:
+            self._looked_at = time.monotonic()
             if self._connection.refusals.seconds > self._connection.request_timeout_seconds:
                 self._give_up()
         return int(left)
@@ -83,6 +95,8 @@ class RecordProducer:
             raise refused
 
     def _delivered(self, error: KafkaError | None, message: Message) -> None:
+        self._num_unanswered -= 1
+        self._waiting_since = time.monotonic()
         if error is None:
             self._connection.refusals.forget()
         else:

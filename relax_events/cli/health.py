@@ -29,9 +29,9 @@ def health(*, port: int = 0, ready: bool = False) -> None:
         with socket.create_connection(("127.0.0.1", port), timeout=ANSWER_SECONDS) as connection:
             connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
             with connection.makefile("r", encoding="latin-1") as answer:  # read to its end, or the worker would log that we hung up
-                status = answer.read().split(" ", 2)[1:2]
+                head, _, body = answer.read().partition("\n\n")
     except OSError as error:
         raise CheckFailed(f"{what} does not answer: {error}; the worker still starts, or hangs") from None
-    if status != ["200"]:
-        raise CheckFailed(f"{what} says no; see the worker's log")
+    if head.split(" ", 2)[1:2] != ["200"]:
+        raise CheckFailed(f"{what} says {body.strip() or 'nothing'}; see the worker's log")
     print("ok")

@@ -9,7 +9,7 @@ from relax_events.config.generation import EngineConfig, ModelConfig, SamplingCo
 from relax_events.config.loading import load_run_config
 from relax_events.config.media import MediaConfig
 from relax_events.config.reward import ChosenReward, RewardConfig
-from relax_events.config.sections import RunConfig, RunSection, SourceSection, TelemetryConfig, WorkersConfig
+from relax_events.config.sections import HealthConfig, RunConfig, RunSection, SourceSection, TelemetryConfig, WorkersConfig
 from relax_events.config.teacher import TeacherConfig
 from relax_events.config.training import TrainerConfig, WarmStartConfig
 from relax_events.config.weights import WeightsConfig
@@ -24,6 +24,7 @@ __all__ = [
     "EngineConfig",
     "EvaluationConfig",
     "EvaluationDatasetConfig",
+    "HealthConfig",
     "MediaConfig",
     "ModelConfig",
     "ObjectsConfig",

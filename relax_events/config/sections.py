@@ -91,6 +91,21 @@ class WorkersConfig(Section):
     """Restarts of one worker within a minute before the run is given up."""
 
 
+class HealthConfig(Section):
+    """What the controller does about workers that are silent (`workers.hung_seconds`), stuck or slow to start (ADR 13)."""
+
+    stuck_seconds: Seconds = 900.0
+    """A worker that has work and does not get on with it for so long is started again; if nobody has had any for so long, the run is restored."""
+    start_seconds: Seconds = 1800.0
+    """How long a worker may take to start, which is mostly to load its model."""
+    max_restarts: Positive = 3
+    """Restarts of a worker that may be in vain before the run is restored: all workers of the pipeline begin anew from checkpoint and log."""
+    max_restores: Annotated[int, Field(ge=0)] = 3
+    """Restores that may be in vain before the run is given up. Steps that are committed afterwards make restarts and restores count no more."""
+    backoff_seconds: Seconds = 10.0
+    """Waited before a worker's second restart, and before a second restore; doubled each time, up to five minutes."""
+
+
 class TelemetryConfig(Section):
     """Logs and metrics."""
 
@@ -103,8 +118,23 @@ class TelemetryConfig(Section):
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the same; 0 takes a free one and logs it. Above 0 it is that of the first worker on a machine: `relax run` gives the
     others the ports behind it, and so do the ranks of a trainer."""
-    tensorboard: bool = False
-    """The metrics role writes TensorBoard files into the run's directory (extra `trackers`)."""
+    trackers: tuple[str, ...] = ()
+    """Where the metrics role writes figures besides the run's folder: `tensorboard`, `wandb`, `clearml`, `mlflow` (extras of these names), or
+    one's own as `path/to/file.py:Class`."""
+    notice_urls_file: Path | None = None
+    """File with the Apprise URLs that are told of the run's start, end, failures and recoveries, one a line (extra `notices`); they are
+    secrets. In the environment `RELAX_NOTICE_URLS`."""
+    tracker_project: str = "relax-events"
+    """What trackers gather runs under: project or experiment."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tells_what_became_of_tensorboard(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "tensorboard" in given:
+            if given["tensorboard"]:
+                raise ValueError("tensorboard is one of several trackers now; set telemetry.trackers = ['tensorboard']")
+            return {name: value for name, value in given.items() if name != "tensorboard"}  # as the logs of earlier releases say
+        return given
 
     def port_of(self, place: int) -> int:
         """Return the port of the worker that is so many places behind the first on its machine; 0 stays 0."""
@@ -160,6 +190,7 @@ class RunConfig(Section):
     weights: WeightsConfig = WeightsConfig()
     source: SourceSection = SourceSection()
     workers: WorkersConfig = WorkersConfig()
+    health: HealthConfig = HealthConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
     @model_validator(mode="before")
@@ -195,6 +226,14 @@ class RunConfig(Section):
             raise ValueError(f"source.run must be another run than run.id = {run.id!r}; give this one an id of its own")
         if source.run and not self.is_replay and run.num_steps <= source.from_version:
             raise ValueError(f"a fork counts on from version {source.from_version}, so run.num_steps must be above it, got {run.num_steps}")
+        return self
+
+    @model_validator(mode="after")
+    def _server_may_start(self) -> RunConfig:
+        sglang, stuck = self.engine.sglang, self.health.stuck_seconds
+        if self.engine.name == "sglang" and stuck <= (needed := sglang.stall_seconds + sglang.start_seconds):
+            rule = f"health.stuck_seconds must be above {needed:g}, got {stuck:g}: for engine.sglang.stall_seconds + start_seconds its server may"
+            raise ValueError(f"{rule} be started again while samples wait; set health.stuck_seconds")
         return self
 
     @model_validator(mode="after")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -16,6 +16,7 @@ from relax_events.events.types import TrainStepCommitted, WorkerBeat
 
 SILENT = "silent"
 GONE = (SILENT, WorkerState.STOPPED.value)
+SERVING = (WorkerState.IDLE.value, WorkerState.WORKING.value)
 LIVE = tuple(state.value for state in WorkerState if state is not WorkerState.STOPPED)
 MICROS = 1e6
 
@@ -29,12 +30,16 @@ class RunMetrics(Collector):
     def __init__(self, config: RunConfig, state: RunState) -> None:
         self._config, self._state = config, state
         self.num_queued: int | None = None
+        self.partitions: Mapping[str, int] = {}
+        """Partitions of the run's topics by what is wrong with them; empty while that is not known."""
 
     def collect(self) -> Iterator[Metric]:
         """Give every metric family, from what the state holds now."""
         yield CounterMetricFamily("relax_train_steps", "Train steps that were committed, in all of the run.", value=self._state.num_steps)
         for name, text, value in self._standing():
             yield GaugeMetricFamily(name, text, value=value)
+        broken = len(self._state.not_finite)
+        yield CounterMetricFamily("relax_steps_not_finite", "Steps whose loss or gradient was no finite number; none was kept.", value=broken)
         yield from self._newest_step(self._state.steps[-1:])
         yield from self._workers(list(self._state.workers.values()))
         yield from self._evaluations()
@@ -47,6 +52,7 @@ class RunMetrics(Collector):
         return [
             ("relax_train_steps_goal", "Train steps at which the run has reached its goal.", config.num_train_steps),
             ("relax_run_ended", "1 when the run has reached its goal or was given up, else 0.", int(state.ended is not None)),
+            ("relax_run_at_rest", "1 when the run has ended or is paused, else 0; alerts go by it.", int(bool(state.ended) or state.is_paused)),
             ("relax_published_policy_version", "The newest policy version; it is that of the starting weights at first.", state.policy_version),
             ("relax_staleness_bound_versions", "Policy versions that a sample may be behind when it is trained.", config.run.max_staleness),
             (
@@ -83,9 +89,10 @@ class RunMetrics(Collector):
         for role in sorted({*self._config.roles(), *(role for role, _ in counts)}):
             for state in (*LIVE, *GONE):
                 family.add_metric([role, state], counts[role, state])
-        served = [beat.policy_version for beat, standing in standings if beat.role == "rollout" and standing in LIVE and beat.policy_version >= 0]
+        first = self._config.first_version  # that of the model's folder: what an engine serves that has not loaded any
+        served = [max(beat.policy_version, first) for beat, standing in standings if beat.role == "rollout" and standing in SERVING]
         behind = GaugeMetricFamily("relax_engine_behind_versions", "Policy versions that the slowest live engine is behind the newest.")
-        if served:
+        if served and self._state.policy_version >= 0:
             behind.add_metric([], self._state.policy_version - min(served))
         yield from (family, behind)
 
@@ -109,4 +116,7 @@ class RunMetrics(Collector):
         if self._config.run.directory.exists():
             usage = shutil.disk_usage(self._config.run.directory)
             free.add_metric([], usage.free / usage.total)
-        yield from (queued, free)
+        partitions = GaugeMetricFamily("relax_partitions", "Partitions of the run's topics by what is wrong with them.", labels=["state"])
+        for state, count in self.partitions.items():
+            partitions.add_metric([state], count)
+        yield from (queued, free, partitions)

@@ -17,6 +17,7 @@ from relax_events.events.types import (
     TrainStepCommitted,
     WorkerBeat,
 )
+from relax_events.pipeline.worker import STEPS_NOT_FINITE
 from relax_events.policy import is_guest
 
 FOLLOWED = ("control.train-steps", "control.group-outcomes", "control.heartbeats", "control.metrics", "control.evaluations")
@@ -26,7 +27,8 @@ FOLLOWED = ("control.train-steps", "control.group-outcomes", "control.heartbeats
 class RunState:
     """What the control log has said so far. Feed it every event, in log order; it never looks anywhere else.
 
-    `critic_figures` are those of the critic's steps, by train step; `metrics` is the newest report of each worker otherwise.
+    `not_finite` are the reports of steps whose loss or gradient was no finite number. `critic_figures` are those of the critic's steps, by
+    train step; `metrics` is the newest report of each worker otherwise.
     """
 
     policy_version: int = -1
@@ -38,9 +40,11 @@ class RunState:
     last_failure: str = ""
     workers: dict[str, WorkerBeat] = field(default_factory=dict)
     metrics: dict[str, MetricsReported] = field(default_factory=dict)
+    not_finite: list[MetricsReported] = field(default_factory=list)
     critic_figures: dict[int, dict[str, float]] = field(default_factory=dict)
     ended: RunCommanded | None = None
     resumed_at: int = 0
+    is_paused: bool = False
     described: RunDescribed | None = None
 
     def note(self, event: Event) -> None:
@@ -56,7 +60,9 @@ class RunState:
         elif isinstance(event, WorkerBeat):
             self.workers[event.worker_id] = event
         elif isinstance(event, MetricsReported):
-            if "value_loss" in event.values:
+            if STEPS_NOT_FINITE in event.values:
+                self.not_finite.append(event)
+            elif "value_loss" in event.values:
                 self.critic_figures[event.policy_version - 1] = event.values
             else:
                 self.metrics[event.worker_id] = event
@@ -68,8 +74,10 @@ class RunState:
     def _note_command(self, event: RunCommanded) -> None:
         if event.command is Command.STOP:
             self.ended = event
+        elif event.command is Command.PAUSE:
+            self.is_paused = True
         elif event.command is Command.RESUME:
-            self.ended, self.failed_in_a_row, self.resumed_at = None, 0, event.commanded_at
+            self.ended, self.is_paused, self.failed_in_a_row, self.resumed_at = None, False, 0, event.commanded_at
 
     def _note_end(self, event: PromptGroupEnded) -> None:
         if event.prompt_group_id in self.ended_group_ids or is_guest(event.prompt_group_id):
@@ -86,6 +94,18 @@ class RunState:
     def num_steps(self) -> int:
         """Committed train steps."""
         return len(self.steps)
+
+    @property
+    def step_lost(self) -> MetricsReported | None:
+        """The report of a step that was no finite number on a second try either, since the run was last taken up."""
+        seen: set[tuple[str, int]] = set()
+        for report in self.not_finite:
+            if report.reported_at > self.resumed_at:
+                place = (report.worker_id, report.policy_version)
+                if place in seen:
+                    return report
+                seen.add(place)
+        return None
 
     @property
     def reward(self) -> float | None:

@@ -34,6 +34,8 @@ class DatasetEngine:
         self.policy_version = policy_version
         self._max_context_tokens = config.max_context_tokens
         self._waiting: dict[str, GeneratedSample] = {}
+        self.num_tokens = 0
+        """Tokens handed out so far."""
 
     @property
     def num_running(self) -> int:
@@ -63,6 +65,7 @@ class DatasetEngine:
         """Hand out all that was submitted, at once."""
         del timeout_seconds
         finished, self._waiting = list(self._waiting.values()), {}
+        self.num_tokens += sum(len(sample.tokens) for sample in finished)
         return finished
 
     def interrupt(self) -> None:

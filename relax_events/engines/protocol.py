@@ -104,6 +104,11 @@ class Engine(Protocol):
         """Samples submitted and not finished."""
         ...
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens drawn so far, those of samples that run included: by it a slow engine is told from one that is stuck."""
+        ...
+
     def submit(self, request: GenerationRequest) -> None:
         """Queue a prompt group's samples.
 

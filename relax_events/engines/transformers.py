@@ -74,6 +74,8 @@ class TransformersEngine:
         self._waiting: deque[Sample] = deque()
         self._finished: list[GeneratedSample] = []
         self._num_submitted = self._num_held_steps = 0
+        self.num_tokens = 0
+        """Tokens drawn so far."""
         self._asleep = False
         self._interrupted = threading.Event()
 
@@ -226,6 +228,7 @@ class TransformersEngine:
         """Draw a token for each of the rows, and hand out what ended."""
         seeds, counts, sampling = self._table.draws(rows)
         tokens, logprobs = draw(logits, uniforms(seeds, counts), sampling=sampling)
+        self.num_tokens += len(tokens)
         num_top = self._table.num_top_tokens
         ended = self._table.record(rows, tokens, logprobs, top_tokens(logits, num_tokens=num_top) if num_top else None)
         if broken := [row for row in ended.tolist() if not np.isfinite(logprobs[row - rows.start])]:

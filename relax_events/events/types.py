@@ -240,6 +240,7 @@ class WorkerBeat:
     policy_version: int = -1
     metrics_port: int = 0
     last_progress_at: int
+    busy_since: int | None = None
     beat_at: int = field(default_factory=now_micros)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from obstore.store import LocalStore, MemoryStore, from_url
 from relax_events.errors import ConfigError, ObjectError
 
 SCHEMES = "file:///directory, memory://, s3://bucket/prefix or gs://bucket/prefix"
+errors: Counter[str] = Counter()
+"""What went wrong with any store of this process, by what was tried."""
+LOOK_UP = "look up"
 NO_SPACE = ("No space left", "os error 28", "quota exceeded", "os error 122")
 
 
@@ -104,10 +108,12 @@ def translated(action: str, uri: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
+        errors[action] += action != LOOK_UP  # where it is an answer
         raise ObjectError(
             f"can't {action} {uri}: there is no such object; was it deleted by retention, or does objects.uri name another store?"
         ) from error
     except (BaseError, OSError, ValueError) as error:
+        errors[action] += 1
         text = first_line(error)
         if any(sign in text for sign in NO_SPACE):
             raise ObjectError(

@@ -12,7 +12,7 @@ import obstore
 
 from relax_events.errors import ObjectError
 from relax_events.events.parts import ObjectRef
-from relax_events.objects.backends import Backend, Deadlines, open_backend, translated
+from relax_events.objects.backends import LOOK_UP, Backend, Deadlines, open_backend, translated
 
 PART_BYTES = 16 * 1024**2
 NUM_PARALLEL_PARTS = 8
@@ -145,7 +145,7 @@ class ObjectStore:
 
     def _num_bytes(self, key: str) -> int | None:
         try:
-            with translated("look up", self.uri(self._checked(key))):
+            with translated(LOOK_UP, self.uri(self._checked(key))):
                 size: int = obstore.head(self._storage, key)["size"]
         except ObjectError as error:
             if isinstance(error.__cause__, FileNotFoundError):

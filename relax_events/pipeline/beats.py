@@ -1,4 +1,4 @@
-"""Heartbeats, sent by the work loop itself: a worker that breathes but does nothing is seen."""
+"""Heartbeats, sent by the work loop itself: they tell since when it has had work and has not got on with it."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ class Beats:
         self.started_at = self._last_progress = now_micros()
         self._busy_seconds, self._reported_at = 0.0, time.monotonic()
         self._num_reported = self.num_processed = 0
+        self._busy_since: int | None = None
+        self._mark = 0
         self.num_in_flight = 0
         self.policy_version = -1
         self.metrics_port = 0
@@ -34,11 +36,26 @@ class Beats:
         """Note finished records and the time that they took."""
         self.num_processed += count
         self._busy_seconds += seconds
+        self.advance()
+
+    def advance(self) -> None:
+        """Note that work goes on though no record is finished yet: tokens were drawn, a recorded step was trained again."""
         self._last_progress = now_micros()
+        self._busy_since = None
+
+    def advance_to(self, mark: int) -> None:
+        """Note how far work has come, by a count of any kind: it goes on when that is another than before."""
+        if mark != self._mark:
+            self._mark = mark
+            self.advance()
 
     def tick(self, state: WorkerState) -> bool:
         """Send a beat if one is due; return whether it was."""
         now = time.monotonic()
+        if state is WorkerState.IDLE:
+            self._busy_since = None
+        elif state is WorkerState.WORKING and self._busy_since is None:
+            self._busy_since = now_micros()
         due = now - self._last_beat >= self._interval
         if not due and (state is self._state or {state, self._state} <= {WorkerState.IDLE, WorkerState.WORKING}):
             return False
@@ -54,6 +71,17 @@ class Beats:
         """How long the work loop has been silent."""
         return time.monotonic() - self._last_beat
 
+    @property
+    def busy_seconds(self) -> float:
+        """For how long it has had work without getting on with it."""
+        since = self._busy_since
+        return 0.0 if since is None else (now_micros() - since) / 1e6
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the work loop has not begun."""
+        return self._state is WorkerState.STARTING
+
     def _beat(self) -> WorkerBeat:
         return WorkerBeat(
             worker_id=self._worker_id,
@@ -66,6 +94,7 @@ class Beats:
             policy_version=self.policy_version,
             metrics_port=self.metrics_port,
             last_progress_at=self._last_progress,
+            busy_since=self._busy_since,
         )
 
     def _report(self, now: float) -> None:

@@ -16,7 +16,7 @@ from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import POLICY_VERSION_HEADER, OutRecord, Record
 from relax_events.broker.registry import open_codec
 from relax_events.config import RunConfig
-from relax_events.errors import CorruptRecord, Fenced, ObjectError, PoisonSample, RelaxError, SchemaError
+from relax_events.errors import CorruptRecord, Fenced, ObjectError, PoisonSample, RelaxError, SchemaError, StepNotFinite
 from relax_events.events.codec import UnknownFingerprint
 from relax_events.events.parts import Command, Outcome, WorkerState
 from relax_events.events.types import Event, MetricsReported, RunCommanded, WorkerBeat
@@ -33,7 +33,11 @@ from relax_events.topics.plan import CONTROL_TOPICS
 
 log = structlog.get_logger()
 ANNOUNCEMENT_SECONDS = 5.0
+ANSWER_SECONDS = 5.0
+"""A broker that has not acknowledged a beat for so long is away."""
 RESTART_CODE = 8
+STEPS_NOT_FINITE = "steps_not_finite"
+"""Reported of a step whose loss or gradient was no finite number, under the version that it started from."""
 
 
 class ClaimCheck(Protocol):
@@ -74,13 +78,7 @@ class Worker(AbstractContextManager["Worker"]):
         self.beats = Beats(self._beat, worker_id=self.worker_id, role=role, interval_seconds=config.workers.beat_seconds)
         self.producer = RecordProducer(self.connection, linger_ms=config.broker.linger_ms if linger_ms is None else linger_ms)
         self.control = ControlFollower(self.connection, self.plan, self.codec, also=follow)
-        hung = config.workers.hung_seconds
-        self._endpoint = WorkerEndpoint(
-            config.telemetry,
-            self.metrics,
-            healthy=lambda: self.beats.seconds_since_beat < hung,
-            ready=lambda: self.control.policy_version >= 0 and not self.drain.requested,
-        )
+        self._endpoint = WorkerEndpoint(config.telemetry, self.metrics, illness=self.illness, absence=self.absence)
         self.beats.metrics_port = self._endpoint.port
 
     def __enter__(self) -> Worker:
@@ -92,6 +90,9 @@ class Worker(AbstractContextManager["Worker"]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.control.close()
+        if isinstance(error, StepNotFinite):
+            values = {STEPS_NOT_FINITE: 1.0}
+            self._beat(MetricsReported(worker_id=self.worker_id, role=self.role, policy_version=error.train_step, values=values))
         if kind is None or issubclass(kind, Fenced):  # both are final; what died otherwise is missed by its silence
             self.beats.tick(WorkerState.STOPPED)
         self.producer.close()
@@ -186,6 +187,30 @@ class Worker(AbstractContextManager["Worker"]):
         known = self.control.policy_version
         return policy_version is not None and is_expired(policy_version, trainer_version=known, max_staleness=self.config.run.max_staleness)
 
+    def illness(self) -> str:
+        """Say why this process should be ended and started again; empty while it should live on, as when the broker is away."""
+        silent, busy, health = self.beats.seconds_since_beat, self.beats.busy_seconds, self.config.health
+        if self.beats.is_starting:
+            return f"it has been starting for {silent:.0f} s (health.start_seconds)" if silent > health.start_seconds else ""
+        if silent > self.config.workers.hung_seconds and not self._is_unanswered:
+            return f"its work loop has not turned for {silent:.0f} s (workers.hung_seconds)"
+        return f"it has not got on with its work for {busy:.0f} s (health.stuck_seconds)" if busy > health.stuck_seconds else ""
+
+    def absence(self) -> str:
+        """Say why this worker takes no work now; empty when it does."""
+        reasons = {
+            "it starts": self.beats.is_starting,
+            "it drains": self.drain.requested,
+            "it is paused": self.paused,
+            "no policy version is known yet": self.control.policy_version < 0,
+            "the broker does not answer": self._is_unanswered,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), self.illness())
+
+    @property
+    def _is_unanswered(self) -> bool:
+        return self.producer.seconds_unanswered > ANSWER_SECONDS
+
     def finished(self, count: int, started: float) -> None:
         """Note a finished record batch; `started` is `time.monotonic()` at its begin."""
         seconds = time.monotonic() - started
@@ -195,6 +220,9 @@ class Worker(AbstractContextManager["Worker"]):
     def tick(self, *, working: bool) -> None:
         """Beat, from the work loop.
 
+        Args:
+            working: Whether there is work at hand that this worker can get on with now; one that says so for `health.stuck_seconds` and
+                finishes nothing is started again.
         Raises:
             AccessDenied: A background thread was denied what the role needs, or is let in no more.
         """

@@ -11,17 +11,18 @@ from relax_events.config import TelemetryConfig
 from relax_events.errors import EnvironmentProblem
 from relax_events.telemetry.metrics import WorkerMetrics
 
-Check = Callable[[], bool]
+Check = Callable[[], str]
+"""Says what is wrong; empty when nothing is."""
 
 
 class WorkerEndpoint:
-    """An HTTP server in a thread of its own. `healthy`: the process should live on; `ready`: it takes work."""
+    """An HTTP server in a thread of its own. `/healthz`: the process should live on; `/readyz`: it takes work. Both say why not."""
 
-    def __init__(self, config: TelemetryConfig, metrics: WorkerMetrics, *, healthy: Check, ready: Check) -> None:
+    def __init__(self, config: TelemetryConfig, metrics: WorkerMetrics, *, illness: Check, absence: Check) -> None:
         answers: dict[str, Callable[[], tuple[int, bytes]]] = {
             "/metrics": lambda: (200, metrics.exposition()),
-            "/healthz": lambda: _verdict(healthy()),
-            "/readyz": lambda: _verdict(ready()),
+            "/healthz": lambda: _verdict(illness()),
+            "/readyz": lambda: _verdict(absence()),
         }
 
         class Handler(BaseHTTPRequestHandler):
@@ -53,5 +54,5 @@ class WorkerEndpoint:
         self._server.server_close()
 
 
-def _verdict(good: bool) -> tuple[int, bytes]:
-    return (200, b"ok\n") if good else (503, b"no\n")
+def _verdict(problem: str) -> tuple[int, bytes]:
+    return (503, f"no: {problem}\n".encode()) if problem else (200, b"ok\n")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from relax_events.telemetry.weight_metrics import WeightMetrics
 
@@ -50,6 +52,12 @@ class WorkerMetrics:
         )
         self._lagging: set[tuple[str, str]] = set()
         self.weights = WeightMetrics(role, self.registry)
+        self._tracker_errors = Counter(
+            "relax_tracker_errors_total", "Times that a tracker did not take figures; it is tried again.", ["tracker"], registry=self.registry
+        )
+        self._notice_errors = Counter(
+            "relax_notice_errors_total", "Times that a service did not take a notice; it is tried again.", ["service"], registry=self.registry
+        )
         self._progress = Gauge("relax_last_progress_timestamp_seconds", "When a worker last finished a record.", ["role"], registry=self.registry)
 
     def processed(self, count: int, *, seconds: float) -> None:
@@ -82,6 +90,14 @@ class WorkerMetrics:
         """Count tokens."""
         self._tokens.labels(self._role).inc(count)
 
+    def tracker_failed(self, tracker: str) -> None:
+        """Count an error of a tracker of the run file."""
+        self._tracker_errors.labels(tracker).inc()
+
+    def notice_failed(self, service: str) -> None:
+        """Count an error of a service that notices go to, by its scheme and place."""
+        self._notice_errors.labels(service).inc()
+
     def in_flight(self, count: int) -> None:
         """Say how many records are in work."""
         self._in_flight.labels(self._role).set(count)
@@ -110,3 +126,19 @@ class WorkerMetrics:
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
+
+
+class ErrorMetrics(Collector):
+    """What a worker's clients met, counted where it happens; labels are bounded by librdkafka's names and by what stores are asked to do."""
+
+    def __init__(self, role: str, *, broker: Mapping[str, int], objects: Mapping[str, int]) -> None:
+        self._role, self._broker, self._objects = role, broker, objects
+
+    def collect(self) -> Iterator[Metric]:
+        """Give both families."""
+        broker = CounterMetricFamily("relax_broker_errors", "What clients met in the background, mended or not.", labels=["role", "error"])
+        objects = CounterMetricFamily("relax_object_errors", "Calls of the object store that failed for good.", labels=["role", "action"])
+        for family, counts in ((broker, self._broker), (objects, self._objects)):
+            for name, count in dict(counts).items():
+                family.add_metric([self._role, name], count)
+            yield family

@@ -50,7 +50,7 @@ ROLE_RIGHTS = {
     "controller": Rights(
         reads=("control.train-steps", "control.group-outcomes", "control.heartbeats", "control.metrics", "control.evaluations"),
         writes=("control.commands",),
-        describes=("prompt.groups",),
+        describes=("prompt.groups", *SAMPLE_TOPICS),
         watches=("rollout",),
     ),
     "metrics": Rights(reads=("control.metrics", "control.train-steps", "control.evaluations")),

@@ -121,6 +121,7 @@ class CriticLearning:
         try:
             for part in pack_order(lengths, max_tokens=self._worker.config.trainer.max_tokens_per_micro_batch):
                 self._critic.accumulate(samples[part])
+                self._worker.beats.advance()
                 self._worker.tick(working=True)
         except PoisonSample as error:
             raise RunFailed(

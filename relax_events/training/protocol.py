@@ -161,7 +161,8 @@ class Critic(TokenScorer, Protocol):
         """Normalise over the whole step, clip, update the weights, and count up `policy_version`.
 
         Raises:
-            RunFailed: Loss or gradient is not finite, or the step holds no loss token. The weights are the old ones.
+            StepNotFinite: Loss or gradient is not finite. The weights are the old ones.
+            RunFailed: The step holds no loss token; likewise.
         """
 
     def state(self) -> TrainerState:
@@ -202,7 +203,8 @@ class TrainerBackend(Protocol):
         """Reduce over ranks, normalise over the whole step, clip, update the weights, and count up `policy_version`.
 
         Raises:
-            RunFailed: Loss or gradient is not finite, or the step holds no loss token. Raised on every rank, before the update: the weights are
+            StepNotFinite: Loss or gradient is not finite.
+            RunFailed: The step holds no loss token. Both are raised on every rank, before the update: the weights are
                 the old ones, and what was accumulated is dropped.
         """
 

@@ -65,5 +65,6 @@ class Replay:
         for _, members in groupby(zip(batch.samples, batch.micro_batches, strict=True), key=lambda pair: pair[1]):
             self._backend.accumulate([placed.sample for placed, _ in members])
         self._backend.step()
+        self._worker.beats.advance()
         failpoint("trainer.replaying")
         self._worker.tick(working=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from relax_events.algorithms.kl import kl_estimate
 from relax_events.algorithms.losses import MAX_LOG_RATIO
 from relax_events.algorithms.objective import ObjectiveInputs, TokenLosses
-from relax_events.errors import RunFailed
+from relax_events.errors import StepNotFinite
 from relax_events.training.ranks import Ranks
 
 
@@ -105,7 +105,7 @@ def gather_totals(
     Returns:
         The step's sums, the largest mismatch, and the sums of the algorithm's own figures, weighted as the loss is.
     Raises:
-        RunFailed: A loss or gradient is not finite, on any rank; raised on all, naming the samples of the first micro-batch that shows it.
+        StepNotFinite: A loss or gradient is not finite, on any rank; raised on all, naming the samples of the first micro-batch that shows it.
     """
     device = (
         torch.stack([item.device for item in micro_batches]).cpu().numpy() if micro_batches else np.zeros((0, NUM_DEVICE_SUMS + 2 + len(figures)))
@@ -129,7 +129,8 @@ def _fail(broken: MicroBatchSums | None, *, ranks: Ranks, step: int) -> None:
         loss, gradient_sum = float(broken.device[0]), float(broken.device[-1])
         text = f"rank {ranks.rank}: loss {loss}, sum of gradients {gradient_sum} after the micro-batch of samples {', '.join(broken.sample_ids)}"
     texts = [other.decode() for other in ranks.all_gather_bytes(text.encode()) if other]
-    raise RunFailed(
+    raise StepNotFinite(
         f"train step {step}: loss and gradients must be finite; {'; '.join(texts)}. The weights are those before the step; "
-        "lower trainer.learning_rate or look at these samples' log-probabilities and advantages"
+        "lower trainer.learning_rate or look at these samples' log-probabilities and advantages",
+        train_step=step,
     )

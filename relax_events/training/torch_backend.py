@@ -13,7 +13,7 @@ from torch import Tensor
 
 from relax_events.algorithms.objective import Objective
 from relax_events.config import RunConfig, TrainerConfig
-from relax_events.errors import RunFailed
+from relax_events.errors import RunFailed, StepNotFinite
 from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
 from relax_events.models.causal_lm import choose_device
@@ -135,9 +135,10 @@ class TorchBackend:
         self._ranks.all_reduce(self._flat.gradients)
         grad_norm = self._flat.normalise_gradients(totals.num_units)
         if not math.isfinite(grad_norm):
-            raise RunFailed(
+            raise StepNotFinite(
                 f"train step {self.policy_version}: the gradient's norm must be finite, got {grad_norm} over all ranks; "
-                "the weights are those before the step; lower trainer.learning_rate"
+                "the weights are those before the step; lower trainer.learning_rate",
+                train_step=self.policy_version,
             )
         return grad_norm
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from relax_events.algorithms.value_loss import value_losses
 from relax_events.config import RunConfig
-from relax_events.errors import RunFailed
+from relax_events.errors import RunFailed, StepNotFinite
 from relax_events.events.types import SampleReady
 from relax_events.models.causal_lm import choose_device
 from relax_events.training.flat_parameters import FlatParameters
@@ -72,9 +72,10 @@ class TorchCritic:
         grad_norm = self._flat.normalise_gradients(len(old))
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             self._flat.zero_gradients()
-            raise RunFailed(
+            raise StepNotFinite(
                 f"train step {step}: the critic's loss and gradient must be finite, got {loss} and {grad_norm}; its weights are those "
-                "before the step; lower critic.learning_rate or look at the step's rewards and values"
+                "before the step; lower critic.learning_rate or look at the step's rewards and values",
+                train_step=step,
             )
         learning_rate = scheduled_learning_rate(self._trainer, step=step, num_steps=self._num_steps)
         self._flat.update(learning_rate=learning_rate, gradient_scale=min(1.0, self._trainer.max_grad_norm / (grad_norm + 1e-6)))

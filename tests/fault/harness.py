@@ -30,6 +30,7 @@ from relax_events.control.run_state import RunState
 from relax_events.control.topics.applying import apply_topics
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import WorkerState
+from relax_events.events.types import Event
 from relax_events.pipeline.failpoints import VARIABLE, marks_folder, parsed
 from relax_events.topics import TopicPlan
 
@@ -251,6 +252,10 @@ class FaultRun:
         with urlopen(f"http://127.0.0.1:{self.state.workers[worker_id].metrics_port}/metrics", timeout=5) as answer:
             lines = [line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#")]
         return {sample: float(value) for sample, value in lines}
+
+    def decode(self, record: Record) -> Event:
+        """Return the event in a record."""
+        return self._codec.decode(record.value)
 
     def records(self, entity: str, *, num_partitions: int = 1) -> list[Record]:
         """Read a topic to its end."""

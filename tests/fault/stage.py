@@ -39,10 +39,52 @@ def hang_once(completion, *, answer, metadata, prompt):
         return slowly(completion, answer=answer, metadata=metadata, prompt=prompt)
     time.sleep(1000)
 """
+# Engines that breathe and draw nothing any more: `StuckOnce` for the first time in a run, in whose folder it is, `Stuck` whenever it gets so far.
+ENGINES = """
+import time
+
+from relax_events.engines.transformers import TransformersEngine
+
+class Stuck(TransformersEngine):
+    def poll(self, *, timeout_seconds):
+        if self.num_tokens < 400 or not self.is_stuck():
+            return super().poll(timeout_seconds=timeout_seconds)
+        time.sleep(timeout_seconds)
+        return []
+
+    def is_stuck(self):
+        return True
+
+class StuckOnce(Stuck):
+    marked = False
+
+    def is_stuck(self):
+        if not self.marked:
+            try:
+                open("stuck", "x").close()
+            except FileExistsError:
+                return False
+            self.marked = True
+        return True
+"""
+# A trainer whose gradients are infinite from step 3 on.
+TRAINERS = """
+import torch
+
+from relax_events.training.torch_backend import TorchBackend
+
+class NotFinite(TorchBackend):
+    def accumulate(self, samples):
+        super().accumulate(samples)
+        if self.policy_version == 3:
+            self._flat.gradients += torch.inf
+"""
 
 
 def lay_out(folder: Path) -> None:
-    """Write the prompts and the reward file."""
+    """Write the prompts, the reward file and the engines."""
+    (folder / "engine.py").write_text(ENGINES)
+    (folder / "trainer.py").write_text(TRAINERS)
     (folder / "prompts.jsonl").write_bytes(b"".join(orjson.dumps({"prompt": prompt, "answer": ""}) + b"\n" for prompt in PROMPTS))
     (folder / "reward.py").write_text(REWARDS)
 

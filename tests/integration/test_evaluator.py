@@ -53,6 +53,7 @@ class CountingEngine:
         self.seeds: dict[str, int] = {}
         self._digits, self._call_after, self._call = digits, call_after, call
         self._queued: list[GeneratedSample] = []
+        self.num_tokens = 0
 
     @property
     def num_running(self) -> int:
@@ -74,6 +75,7 @@ class CountingEngine:
         self._call_after -= 1
         if self._call_after == 0:
             self._call()
+        self.num_tokens += len(self._queued) > 0
         return [self._queued.pop(0)] if self._queued else []
 
     def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:

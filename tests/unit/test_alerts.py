@@ -14,9 +14,10 @@ import pytest
 import yaml
 
 from relax_events.config import RunConfig
+from relax_events.control.health import HealthMetrics, HealthState
 from relax_events.control.run_metrics import RunMetrics
 from relax_events.control.run_state import RunState
-from relax_events.telemetry.metrics import WorkerMetrics
+from relax_events.telemetry.metrics import ErrorMetrics, WorkerMetrics
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "compose" / "prometheus"
@@ -48,7 +49,10 @@ def test_alert_leads_to_a_page_of_its_name(rule: dict[str, Any]) -> None:
 
 
 def test_alerts_ask_for_metrics_that_are_served(make_run_config: Callable[..., RunConfig]) -> None:
-    families = [*WorkerMetrics("trainer").registry.collect(), *RunMetrics(make_run_config(), RunState()).collect()]
+    config = make_run_config()
+    families = [*WorkerMetrics("trainer").registry.collect(), *RunMetrics(config, RunState()).collect()]
+    families += ErrorMetrics("trainer", broker={}, objects={}).collect()
+    families += HealthMetrics(HealthState.of(config, own_id="controller-0"), config).collect()
     served = {f"{family.name}{'_total' if family.type == 'counter' else ''}" for family in families}
     asked = {name for rule in RULES for name in re.findall(r"\brelax_\w+", rule["expr"])}
     assert asked - served == set()

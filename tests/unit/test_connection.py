@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import structlog.testing
 from confluent_kafka import KafkaError, KafkaException
@@ -54,7 +56,7 @@ def test_settings_keep_promises_above_the_users_and_the_users_above_ours() -> No
 
 
 def test_background_errors_are_logged_once_each() -> None:
-    told = ConnectionLog("a:1", Refusals())
+    told = ConnectionLog("a:1", Refusals(), Counter())
     with structlog.testing.capture_logs() as logs:
         for code in (KafkaError._TRANSPORT, KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT):
             told(KafkaError(code))

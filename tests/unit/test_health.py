@@ -29,13 +29,13 @@ finally:
 
 
 class Standing:
-    healthy = True
-    ready = False
+    illness = ""
+    absence = "it starts"
 
 
 @pytest.fixture
 def endpoint() -> Iterator[WorkerEndpoint]:
-    served = WorkerEndpoint(TelemetryConfig(), WorkerMetrics("reward"), healthy=lambda: Standing.healthy, ready=lambda: Standing.ready)
+    served = WorkerEndpoint(TelemetryConfig(), WorkerMetrics("reward"), illness=lambda: Standing.illness, absence=lambda: Standing.absence)
     yield served
     served.close()
 
@@ -43,13 +43,13 @@ def endpoint() -> Iterator[WorkerEndpoint]:
 def test_worker_that_lives_and_takes_no_work_yet_is_healthy_and_not_ready(endpoint: WorkerEndpoint, capsys: pytest.CaptureFixture[str]) -> None:
     health(port=endpoint.port)
     assert capsys.readouterr().out == "ok\n"
-    with pytest.raises(CheckFailed, match=rf"127.0.0.1:{endpoint.port}/readyz says no"):
+    with pytest.raises(CheckFailed, match=rf"127.0.0.1:{endpoint.port}/readyz says no: it starts; see the worker's log"):
         health(port=endpoint.port, ready=True)
 
 
 def test_hung_worker_is_not_healthy(endpoint: WorkerEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Standing, "healthy", False)
-    with pytest.raises(CheckFailed, match="healthz says no; see the worker's log"):
+    monkeypatch.setattr(Standing, "illness", "its work loop has not turned for 61 s")
+    with pytest.raises(CheckFailed, match="healthz says no: its work loop has not turned for 61 s; see the worker's log"):
         health(port=endpoint.port)
 
 

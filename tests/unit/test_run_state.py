@@ -42,3 +42,29 @@ def test_run_state_ends_with_a_stop_for_all_only() -> None:
     state.note(RunCommanded(command=Command.STOP, reason="goal", succeeded=True))
     assert state.ended is not None
     assert state.ended.succeeded
+
+
+def not_finite(worker_id: str, step: int, *, at: int) -> MetricsReported:
+    return MetricsReported(worker_id=worker_id, role=worker_id[:-2], policy_version=step, values={"steps_not_finite": 1.0}, reported_at=at)
+
+
+def test_step_is_lost_when_it_is_not_finite_twice_at_the_same_worker_since_the_run_was_taken_up() -> None:
+    state = RunState()
+    for report in (not_finite("trainer-0", 7, at=10), not_finite("trainer-1", 7, at=11), not_finite("trainer-0", 8, at=12)):
+        state.note(report)
+        assert state.step_lost is None
+    state.note(again := not_finite("trainer-0", 7, at=13))
+    assert state.step_lost is again
+    assert state.metrics == {}
+    state.note(RunCommanded(command=Command.RESUME, reason="taken up", commanded_at=20))
+    assert state.step_lost is None
+
+
+def test_run_is_paused_until_it_is_resumed() -> None:
+    state = RunState()
+    state.note(RunCommanded(command=Command.PAUSE, role="reward", reason="one role"))
+    assert not state.is_paused
+    state.note(RunCommanded(command=Command.PAUSE, reason="maintenance"))
+    assert state.is_paused
+    state.note(RunCommanded(command=Command.RESUME, reason="done"))
+    assert not state.is_paused

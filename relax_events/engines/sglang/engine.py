@@ -73,6 +73,11 @@ class SGLangEngine:
         """Samples submitted and not given back."""
         return len(self._running)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the server has sent so far."""
+        return self._serving.generation.num_tokens
+
     def submit(self, request: GenerationRequest) -> None:
         """Send a prompt group's samples to the server.
 

@@ -64,7 +64,7 @@ class Generation:
         self.gate = asyncio.Event()
         self.served = served
         self.last_progress = time.monotonic()
-        self.num_handed_out = 0
+        self.num_handed_out = self.num_tokens = 0
         self.doubt = ""
         """Why the server can't be trusted any more."""
         self._client, self._hand_out = client, hand_out
@@ -184,6 +184,7 @@ class Generation:
                 self.last_progress = time.monotonic()
                 flight = flights[event["meta_info"]["id"]]
                 flight.take(event)
+                self.num_tokens += len(event["output_ids"])
                 if flight.has_landed:
                     self._land(flight)
                     samples.remove(flight.sample)

@@ -1,0 +1,40 @@
+"""ClearML; server and keys come from its own clearml.conf or CLEARML_* variables, CLEARML_OFFLINE_MODE=1 keeps sessions on this machine."""
+
+from __future__ import annotations
+
+from clearml import Task
+
+from relax_events.config import RunConfig
+from relax_events.telemetry.trackers.memory import Memory
+from relax_events.telemetry.trackers.protocol import Figures
+
+
+class ClearMLTracker:
+    """Continues the task that an earlier process has noted; offline, where sessions can't be continued, a new one holds all from the log."""
+
+    def __init__(self, config: RunConfig, memory: Memory) -> None:
+        """Open the task; nothing of this process is watched or sent along."""
+        self.remembers = not Task.is_offline()
+        known = memory.note("task_id") if self.remembers else ""
+        self._task: Task = Task.init(
+            project_name=config.telemetry.tracker_project,
+            task_name=config.run.id,
+            continue_last_task=known or False,
+            reuse_last_task_id=False,
+            auto_connect_arg_parser=False,
+            auto_connect_frameworks=False,
+            auto_resource_monitoring=False,
+            auto_connect_streams=False,
+        )
+        self._task.set_initial_iteration(0)  # else a continued task counts on from its last one
+        memory.keep("task_id", self._task.id)
+
+    def write(self, figures: Figures) -> None:
+        """Report a scalar for each figure: the series is the title of its plot."""
+        logger = self._task.get_logger()
+        for name, value in figures.values.items():
+            logger.report_scalar(title=figures.series, series=name, value=value, iteration=figures.step)
+
+    def close(self) -> None:
+        """Let it send what it has."""
+        self._task.close()

@@ -1,0 +1,128 @@
+"""Workers that hang, and workers that breathe and do nothing: they are seen, helped, and in the end given up; on the real broker, with whole runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import pytest
+from harness import WORKER_SECONDS, FaultRun, assert_books_balance
+
+HEALTH = {"stuck_seconds": 5.0, "backoff_seconds": 1.0}
+WORKERS = {"beat_seconds": 0.2, "hung_seconds": 10.0}
+
+
+def asked(run: FaultRun, worker_id: str, path: str) -> str:
+    """Ask a worker's endpoint, and return what it says."""
+    try:
+        with urlopen(f"http://127.0.0.1:{run.state.workers[worker_id].metrics_port}{path}", timeout=5) as answer:
+            return str(answer.read().decode().strip())
+    except HTTPError as refusal:
+        return refusal.read().decode().strip()
+
+
+def commanded(run: FaultRun) -> list[tuple[str | None, str | None, str | None]]:
+    """Return what the health manager has commanded: worker, tier, symptom."""
+    events = [run.decode(record) for record in run.records("control.commands")]
+    restarts = [event for event in events if getattr(event, "arguments", {}).get("tier")]
+    return [(event.worker_id, event.arguments["tier"], event.arguments["symptom"]) for event in restarts]
+
+
+def test_stuck_worker_is_started_again_and_the_count_outlives_the_controller(start_run: Callable[..., FaultRun], directory: Path) -> None:
+    engine = {"name": f"{directory / 'engine.py'}:StuckOnce"}
+    run = start_run(run={"num_steps": 20}, engine=engine, health=HEALTH)
+    run.start()
+    run.until(lambda: (run.folder / "stuck").exists(), "the engine draws nothing any more")
+    stuck = run.pid("rollout-0")
+    run.until(lambda: asked(run, "rollout-0", "/healthz").startswith("no: it has not got on with its work for"), "it says that it is stuck")
+    run.until(lambda: run.pid("rollout-0") not in (stuck, -1), "another process generates", timeout_seconds=WORKER_SECONDS)
+    run.until_ready_again("controller-0", killed=run.kill("controller-0"))
+    run.recovers_within(WORKER_SECONDS)
+    figures = run.metrics("controller-0")
+    assert figures['relax_health_restarts_total{role="rollout",symptom="stuck"}'] == 1
+    assert figures["relax_health_restores_total"] == figures["relax_health_given_up"] == 0
+
+    assert run.until_ended(run.process) == 0
+    assert_books_balance(run)
+    assert commanded(run) == [("rollout-0", "restart", "stuck")]
+
+
+@pytest.mark.long
+def test_run_ends_when_a_step_is_not_finite_twice(start_run: Callable[..., FaultRun], directory: Path) -> None:
+    run = start_run(run={"num_steps": 20}, trainer={"backend": f"{directory / 'trainer.py'}:NotFinite"})
+    run.start()
+    assert run.until_ended(run.process) == 1
+    assert run.state.ended is not None
+    assert run.state.ended.reason.startswith("train step 3 had a loss or gradient that is not finite, twice, at trainer-0; the weights are those")
+    assert run.state.num_steps == 3
+    assert [line["worker_id"] for line in run.logged("run", "worker.spawned")].count("trainer-0") == 2
+    assert run.ledger()["samples_lost"] == 0
+
+
+@pytest.mark.long
+def test_hung_worker_is_started_again(start_run: Callable[..., FaultRun]) -> None:
+    run = start_run(run={"num_steps": 40}, workers=WORKERS)
+    run.start()
+    run.until_steps(3)
+    hung = run.signal(signal.SIGSTOP, "reward-0")
+    run.until_ready_again("reward-0", killed=hung, timeout_seconds=2 * WORKER_SECONDS)
+    run.recovers_within(WORKER_SECONDS)
+    assert run.until_ended(run.process) == 0
+    assert_books_balance(run)
+    assert ("reward-0", "restart", "silent") in commanded(run)
+
+
+@pytest.mark.long
+def test_run_is_restored_and_then_given_up_when_nothing_helps(start_run: Callable[..., FaultRun], directory: Path) -> None:
+    engine = {"name": f"{directory / 'engine.py'}:Stuck", "max_running_samples": 4, "max_prompt_groups": 1}
+    health = HEALTH | {"stuck_seconds": 20.0, "max_restarts": 1, "max_restores": 1}
+    few_roles = {"kl_coefficient": 0.0, "old_logprobs": "rollout"}
+    sections = {"run": {"num_steps": 40, "groups_per_step": 64}, "algorithm": few_roles, "workers": {"beat_seconds": 0.2, "hung_seconds": 20.0}}
+    run = start_run(**sections, engine=engine, health=health)
+    run.start()
+    assert run.until_ended(run.process, timeout_seconds=220) == 1
+    pipeline = {f"{role}-0" for role in run.config.roles()} - {"controller-0", "metrics-0"}
+    told = commanded(run)
+    assert told[0] == ("rollout-0", "restart", "stuck")
+    assert sorted(told[1:]) == sorted((worker_id, "restore", "stuck") for worker_id in pipeline)
+    assert run.state.ended is not None
+    assert run.state.ended.reason.startswith("rollout-0 has had work for ")
+    assert run.state.ended.reason.endswith(
+        "1 restarts were in vain; and 1 restores were (health.max_restores); see docs/how-to/alerts/relax-run-given-up.md"
+    )
+
+
+@pytest.mark.long
+def test_controller_that_hangs_ends_itself_when_it_can_again(start_run: Callable[..., FaultRun]) -> None:
+    run = start_run(run={"num_steps": 120}, workers=WORKERS | {"hung_seconds": 25.0})
+    run.start()
+    run.until_steps(3)
+    hung = run.signal(signal.SIGSTOP, "controller-0")
+    run.follow_for(27.0)
+    run.signal_process(signal.SIGCONT, hung["controller-0"])
+    run.until_ready_again("controller-0", killed=hung)
+    assert run.until_ended(run.process) == 0
+    assert commanded(run) == [], "it had heard nobody, itself included"
+    assert_books_balance(run)
+
+
+@pytest.mark.long
+def test_worker_is_well_and_not_ready_while_the_broker_is_away(start_run: Callable[..., FaultRun]) -> None:
+    run = start_run(run={"num_steps": 60})
+    run.start()
+    run.until_steps(2)
+    assert (asked(run, "reward-0", "/healthz"), asked(run, "reward-0", "/readyz")) == ("ok", "ok")
+    assert run.broker.pid is not None
+    os.kill(run.broker.pid, signal.SIGSTOP)
+    try:
+        run.until(lambda: asked(run, "reward-0", "/readyz") == "no: the broker does not answer", "a worker notices", timeout_seconds=20)
+        assert asked(run, "reward-0", "/healthz") == "ok"
+    finally:
+        os.kill(run.broker.pid, signal.SIGCONT)
+    run.recovers_within(WORKER_SECONDS)
+    run.until(lambda: asked(run, "reward-0", "/readyz") == "ok", "it takes work again")
+    assert commanded(run) == []

@@ -1,0 +1,214 @@
+"""The health manager over made-up runs: who is well is left alone, who is not is helped so often and no more, whatever happens to the controller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relax_events.control.health import HealthState, Limits, decide
+from relax_events.events.parts import Command, WorkerState
+from relax_events.events.types import Event, RunCommanded, WorkerBeat
+from tests.unit.run_events import beat as made_beat
+from tests.unit.run_events import run_config, train_step
+
+TURN = 10
+HUNG, STUCK = 60, 120
+LIMITS = replace(Limits.of(run_config(num_steps=10**6)), stuck=STUCK * 10**6)
+ROLES = sorted(LIMITS.pipeline)
+WELL = 10**9
+
+
+@dataclass
+class Patient:
+    """A worker that falls ill again some turns after each of its starts, until it has been started often enough."""
+
+    worker_id: str
+    kind: str = "silent"
+    num_starts_needed: int = 0
+    incubation: int = 1
+    num_starts: int = 0
+    age: int = -2
+
+    @property
+    def is_ill(self) -> bool:
+        return self.num_starts < self.num_starts_needed and self.age >= self.incubation
+
+    def turn(self, now: int) -> WorkerBeat | None:
+        self.age += 1
+        if not self.is_ill:
+            return made_beat(self.worker_id, at_seconds=now)
+        if self.kind == "silent":
+            return None
+        since = now - (self.age - self.incubation) * TURN
+        beat = made_beat(self.worker_id, at_seconds=now)
+        return WorkerBeat(**{name: getattr(beat, name) for name in WorkerBeat.__dataclass_fields__} | {"busy_since": since * 10**6})
+
+    def start_again(self) -> None:
+        self.num_starts, self.age = self.num_starts + 1, 0
+
+
+@dataclass
+class World:
+    """Workers, a log, and a controller that may be killed: a new one knows what the log holds, of every worker the newest beat."""
+
+    patients: list[Patient]
+    commits: bool = True
+    now: int = 1000
+    commands: list[RunCommanded] = field(default_factory=list)
+    steps: list[Event] = field(default_factory=list)
+    beats: dict[str, WorkerBeat] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.new_controller()
+
+    def new_controller(self) -> None:
+        self.state = HealthState(own_id="controller-0", gap_seconds=HUNG / 2, num_steps_kept=4)
+        for event in (*self.commands, *self.steps, *self.beats.values()):
+            self.hear(event)
+
+    def hear(self, event: Event) -> None:
+        self.state.note(event, at=self.now * 10**6)
+
+    def turn(self, *, broker: bool = True) -> list[RunCommanded]:
+        self.now += TURN
+        if broker:
+            said = [beat for patient in self.patients if (beat := patient.turn(self.now)) is not None]
+            for heard in (made_beat("controller-0", at_seconds=self.now), *said):
+                self.beats[heard.worker_id] = heard
+                self.hear(heard)
+            if self.commits and {patient.worker_id.rpartition("-")[0] for patient in self.patients if not patient.is_ill} == set(ROLES):
+                self.steps.append(train_step(len(self.steps), at_seconds=self.now))
+                self.hear(self.steps[-1])
+        given_now = decide(self.state, LIMITS, now=self.now * 10**6)
+        for command in given_now:
+            self.commands.append(command)
+            self.hear(command)
+            for patient in self.patients:
+                if patient.worker_id == command.worker_id:
+                    patient.start_again()
+        return given_now
+
+    def run(self, turns: int, *, kills: frozenset[int] = frozenset()) -> None:
+        for number in range(turns):
+            if number in kills:
+                self.new_controller()
+            if any(command.command is Command.STOP for command in self.turn()):
+                return
+
+
+def workers(**ill: Patient) -> list[Patient]:
+    """Return one worker of each role; those given are ill."""
+    return [ill.get(role.replace("-", "_"), Patient(f"{role}-0")) for role in ROLES]
+
+
+def tally(world: World, tier: str, worker_id: str | None = None) -> int:
+    return len({c.commanded_at for c in world.commands if c.arguments.get("tier") == tier and worker_id in (None, c.worker_id)})
+
+
+@given(turns=st.lists(st.sampled_from(["turn", "turn", "turn", "outage", "kill"]), max_size=80), outage=st.integers(1, 40))
+def test_nobody_who_is_well_is_touched_whatever_befalls_broker_and_controller(turns: list[str], outage: int) -> None:
+    world = World(workers())
+    for kind in turns:
+        if kind == "kill":
+            world.new_controller()
+        for _ in range(outage if kind == "outage" else 1):
+            world.turn(broker=kind != "outage")
+    assert world.commands == []
+
+
+@settings(max_examples=25)
+@given(role=st.sampled_from(ROLES), kind=st.sampled_from(["silent", "stuck"]), kills=st.frozensets(st.integers(0, 900), max_size=12))
+def test_help_that_is_in_vain_ends_after_so_many_tries_although_controllers_die(role: str, kind: str, kills: frozenset[int]) -> None:
+    patient = Patient(f"{role}-0", kind, num_starts_needed=WELL)
+    world = World(workers(**{role.replace("-", "_"): patient}))
+    world.run(4000, kills=kills)
+    assert (tally(world, "restart"), tally(world, "restore")) == (LIMITS.max_restarts, LIMITS.max_restores)
+    stops = [command for command in world.commands if command.command is Command.STOP]
+    assert [(stop.role, stop.worker_id, stop.succeeded) for stop in stops] == [(None, None, False)]
+    assert stops[0].reason.startswith(f"{role}-0 has ")
+    assert world.state.is_given_up
+
+
+@settings(max_examples=25)
+@given(num_starts=st.integers(1, LIMITS.max_restarts + LIMITS.max_restores), kills=st.frozensets(st.integers(0, 900), max_size=6))
+def test_run_goes_on_once_a_restart_or_a_restore_has_helped(num_starts: int, kills: frozenset[int]) -> None:
+    world = World(workers(trainer=Patient("trainer-0", "stuck", num_starts_needed=num_starts)))
+    world.run(1500, kills=kills)
+    assert tally(world, "restart", "trainer-0") == min(num_starts, LIMITS.max_restarts)
+    assert tally(world, "restore") == max(num_starts - LIMITS.max_restarts, 0)
+    assert not world.state.is_over
+    assert world.steps[-1].committed_at == world.now * 10**6  # type: ignore[union-attr]
+
+
+@settings(max_examples=25)
+@given(kind=st.sampled_from(["silent", "stuck"]), commits=st.booleans())
+def test_worker_whose_peer_is_well_is_never_the_reason_to_restore(kind: str, commits: bool) -> None:
+    sick = Patient("rollout-1", kind, num_starts_needed=WELL, incubation=2)
+    world = World([*workers(), sick], commits=commits)
+    world.run(3000)
+    assert {(command.command, command.worker_id) for command in world.commands} == {(Command.RESTART, "rollout-1")}
+    waits = [later.commanded_at - earlier.commanded_at for earlier, later in pairwise(world.commands)]
+    assert min(waits) >= HUNG * 10**6
+
+
+def test_waits_grow_between_tries_that_are_in_vain() -> None:
+    world = World(workers(advantage=Patient("advantage-0", num_starts_needed=WELL)))
+    world.run(4000)
+    times = sorted({command.commanded_at // 10**6 for command in world.commands})
+    waits = [later - earlier for earlier, later in pairwise(times)]
+    backoffs = [10, 20, 40, 10, 20, 40]
+    assert all(wait >= HUNG + backoff for wait, backoff in zip(waits, backoffs, strict=True))
+    assert len(times) == 7
+
+
+def test_worker_that_is_gone_is_asked_once_while_its_peer_does_the_work() -> None:
+    gone = Patient("rollout-1", num_starts_needed=WELL, incubation=0)
+    world = World([*workers(), Patient("rollout-1")])
+    world.turn()
+    world.patients[-1] = gone
+    gone.start_again = lambda: None  # type: ignore[method-assign]
+    world.run(500)
+    assert [command.worker_id for command in world.commands] == ["rollout-1"]
+
+
+def waiting(world: World) -> None:
+    """Let all breathe and wait for each other."""
+    for patient in world.patients:
+        patient.turn = lambda now, name=patient.worker_id: WorkerBeat(  # type: ignore[method-assign]
+            worker_id=name, role=name.rpartition("-")[0], host="here", pid=1, state=WorkerState.IDLE,
+            num_processed=7, num_in_flight=0, last_progress_at=0, beat_at=now * 10**6,
+        )  # fmt: skip
+
+
+def test_run_in_which_all_wait_for_each_other_is_restored_and_in_the_end_given_up() -> None:
+    world = World(workers(), commits=False)
+    waiting(world)
+    world.run(STUCK // TURN)
+    assert world.commands == []
+    world.run(2)
+    assert {command.worker_id for command in world.commands} == {f"{role}-0" for role in ROLES}
+    assert {command.arguments["symptom"] for command in world.commands} == {"standstill"}
+    world.run(2000)
+    assert tally(world, "restore") == LIMITS.max_restores
+    assert world.commands[-1].command is Command.STOP
+    assert world.commands[-1].reason.startswith("nobody has had any work for 120 s, and the goal is not reached; and 3 restores were")
+
+
+def test_run_that_is_paused_may_stand_still_and_one_that_is_taken_up_again_counts_anew() -> None:
+    world = World(workers(), commits=False)
+    world.hear(RunCommanded(command=Command.PAUSE, reason="maintenance"))
+    waiting(world)
+    world.run(500)
+    assert world.commands == []
+    world.hear(RunCommanded(command=Command.RESUME, reason="done"))
+    world.run(2000)
+    assert world.state.is_given_up
+    resumed = RunCommanded(command=Command.RESUME, reason="relax run")
+    world.commands = [resumed]
+    world.hear(resumed)
+    assert (world.state.acts, world.state.is_over, world.state.is_given_up) == ([], False, False)
+    world.run(2)
+    assert tally(world, "restore") == 1

@@ -1,0 +1,17 @@
+"""Partitions that nobody leads are counted apart from those whose replicas lag behind."""
+
+from __future__ import annotations
+
+from relax_events.broker.admin import PartitionState
+from relax_events.broker.replication import amiss
+
+
+def partition(leader: int, replicas: tuple[int, ...], in_sync: tuple[int, ...]) -> PartitionState:
+    return PartitionState("t", 0, leader, replicas, in_sync)
+
+
+def test_partitions_are_counted_by_what_is_wrong_with_them() -> None:
+    whole, alone = partition(1, (1, 2, 3), (3, 1, 2)), partition(1, (1,), (1,))
+    behind, gone = partition(2, (1, 2, 3), (2, 3)), partition(-1, (1, 2), (1,))
+    assert amiss([whole, behind, behind, alone, gone]) == {"offline": 1, "under_replicated": 2}
+    assert amiss([]) == {"offline": 0, "under_replicated": 0}
