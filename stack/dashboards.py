@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from relax_events.config import RunConfig
+from relax_events.control.health import HealthMetrics, HealthState
 from relax_events.control.run_metrics import RunMetrics
 from relax_events.control.run_state import RunState
-from relax_events.telemetry.metrics import WorkerMetrics
+from relax_events.telemetry.metrics import ErrorMetrics, WorkerMetrics
 
 FOLDER = Path(__file__).parent.parent / "compose" / "grafana" / "dashboards"
 WIDTH, HEIGHT, COLUMNS = 8, 7, 3
@@ -117,13 +118,26 @@ DASHBOARDS: dict[str, Sequence[Panel]] = {
             "{{role}} {{reason}}",
         ),
     ),
+    "Broker and health": (
+        Panel("Partitions that are amiss", f"relax_partitions{{{RUN}}}", "{{state}}"),
+        Panel("Prompt groups on the queue", f"relax_prompt_groups_queued{{{RUN}}}", "not finished"),
+        Panel("Unread records by topic", f"sum by (topic) (relax_consumer_lag_records{{{RUN}}})", "{{topic}}"),
+        Panel("Errors that clients met", f"sum by (error) (increase(relax_broker_errors_total{{{RUN}}}[$__rate_interval]))", "{{error}}"),
+        Panel("Calls of the object store that failed", f"sum by (role) (increase(relax_object_errors_total{{{RUN}}}[$__rate_interval]))", "{{role}}"),
+        Panel("Free disk", f"relax_disk_free_ratio{{{RUN}}}", "of the run's directory", "percentunit"),
+        Panel("Workers with which something is wrong", f"sum by (role, symptom) (relax_health_troubled_workers{{{RUN}}})", "{{role}} {{symptom}}"),
+        Panel("Workers that started", f"sum by (role) (increase(relax_worker_starts_total{{{RUN}}}[$__rate_interval]))", "{{role}}"),
+        Panel("Restores of the whole run", f"increase(relax_health_restores_total{{{RUN}}}[$__rate_interval])", "restores"),
+    ),
 }
 
 
 def catalogue() -> dict[str, str]:
     """Return what each metric means, by its name as Prometheus knows it; histograms by that of their buckets."""
     config = RunConfig.model_validate({"run": {"id": "documented"}, "model": {"path": "model"}, "data": {"source": "jsonl:rows"}})
-    families = [*WorkerMetrics("trainer").registry.collect(), *RunMetrics(config, RunState()).collect()]
+    health = HealthMetrics(HealthState.of(config, own_id="controller-0"), config)
+    worker = [*WorkerMetrics("trainer").registry.collect(), *ErrorMetrics("trainer", broker={}, objects={}).collect()]
+    families = [*worker, *RunMetrics(config, RunState()).collect(), *health.collect()]
     suffixes = {"counter": "_total", "histogram": "_bucket"}
     return {family.name + suffixes.get(family.type, ""): family.documentation for family in families}
 

@@ -163,7 +163,7 @@ def down(overlays: list[Path], *, volumes: bool) -> None:
     """
     engine = open_engine()
     engine.overlays += overlays
-    engine.compose("down", *(["--volumes"] if volumes else []))
+    engine.compose("down", "--remove-orphans", *(["--volumes"] if volumes else []))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -80,10 +80,11 @@ class RunMetrics(Collector):
                 phases.add_metric([name], value)
         yield from (committed, staleness, figures, phases)
 
-    def _workers(self, beats: Iterable[WorkerBeat]) -> Iterator[Metric]:
+    def _workers(self, beats: Sequence[WorkerBeat]) -> Iterator[Metric]:
         """Count workers by what they said last; one that owes a beat for `workers.hung_seconds` is silent."""
         hung_seconds = self._config.workers.hung_seconds
-        standings = [(beat, SILENT if is_silent(beat, seconds=hung_seconds) else beat.state.value) for beat in beats]
+        newest_at = max((beat.beat_at for beat in beats), default=0)  # at the latest our own, which come as often as the others'
+        standings = [(beat, SILENT if is_silent(beat, seconds=hung_seconds, newest_at=newest_at) else beat.state.value) for beat in beats]
         counts = Counter((beat.role, standing) for beat, standing in standings)
         family = GaugeMetricFamily("relax_workers", "Workers by role and by what they said last.", labels=["role", "state"])
         for role in sorted({*self._config.roles(), *(role for role, _ in counts)}):

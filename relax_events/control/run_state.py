@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from relax_events.events.parts import Command, Outcome, WorkerState, now_micros
+from relax_events.events.parts import Command, Outcome, WorkerState
 from relax_events.events.types import (
     Event,
     MetricsReported,
@@ -113,9 +113,12 @@ class RunState:
         return self.steps[-1].figures.get("reward_mean") if self.steps else None
 
 
-def is_silent(beat: WorkerBeat, *, seconds: float) -> bool:
-    """Tell whether a worker owes us a beat since so long; one that has stopped owes none, nor does one that still loads what it needs."""
-    return beat.beat_at < now_micros() - int(seconds * 1e6) and beat.state not in (WorkerState.STOPPED, WorkerState.STARTING)
+def is_silent(beat: WorkerBeat, *, seconds: float, newest_at: int) -> bool:
+    """Tell whether a worker owes us a beat since so long; one that has stopped owes none, nor does one that still loads what it needs.
+
+    Measured against the newest beat of anybody: while the broker is away nobody's comes, and nobody is to blame.
+    """
+    return beat.beat_at < newest_at - int(seconds * 1e6) and beat.state not in (WorkerState.STOPPED, WorkerState.STARTING)
 
 
 def staleness_max(step: TrainStepCommitted) -> int:

@@ -97,6 +97,16 @@ def test_workers_are_counted_by_what_they_said_last(make_run_config: MakeRunConf
     assert len(found) == len(config.roles()) * 6  # a role without workers has zeros, so that an alert can see it
 
 
+def test_nobody_is_silent_while_nobody_can_be_heard(make_run_config: MakeRunConfig) -> None:
+    """The broker was away: all that is known is old, the newest of it too."""
+    config = make_run_config(workers={"hung_seconds": 5.0})
+    beats = [beat(worker_id, WorkerState.WORKING, seconds_ago=600.0) for worker_id in ("controller-0", "rollout-0", "trainer-0")]
+    silent = {labels: value for labels, value in served(config, *beats)["relax_workers"].items() if ("state", "silent") in labels}
+    assert set(silent.values()) == {0}
+    silent = served(config, *beats, beat("controller-0", WorkerState.WORKING))["relax_workers"]
+    assert {dict(labels)["role"] for labels, value in silent.items() if value and dict(labels)["state"] == "silent"} == {"rollout", "trainer"}
+
+
 def test_slowest_live_engine_tells_how_far_behind_the_weights_are(make_run_config: MakeRunConfig) -> None:
     events = [
         published(7),
