@@ -95,3 +95,13 @@ def test_beat_tells_since_when_there_was_work_without_progress_and_waiting_is_no
     assert told(WorkerState.WORKING) == 9_000_000
     assert told(WorkerState.IDLE) is None
     assert clocked.beats.busy_seconds == 0.0
+
+
+def test_time_of_loading_is_no_time_without_work(clocked: Clocked, monkeypatch: pytest.MonkeyPatch) -> None:
+    clocked.tick(WorkerState.STARTING)
+    loaded_at = clocked.beats.started_at + 1_800_000_000
+    monkeypatch.setattr("relax_events.pipeline.beats.now_micros", lambda: loaded_at)
+    clocked.tick(WorkerState.IDLE, after=1800.0)
+    monkeypatch.setattr("relax_events.pipeline.beats.now_micros", lambda: loaded_at + 5_000_000)
+    clocked.tick(WorkerState.IDLE, after=5.0)
+    assert [event.last_progress_at for event in clocked.sent if isinstance(event, WorkerBeat)][1:] == [loaded_at, loaded_at]
