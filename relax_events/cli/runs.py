@@ -118,6 +118,30 @@ def _figure(value: float | None) -> str:
 
 
 @app.command
+def timeline(
+    config: Path, *overrides: str, out: Annotated[Path, Parameter(name=["--out", "-o"], help="The file to write.")] = Path("trace.json")
+) -> None:
+    """Write a run's steps with their phases, versions, evaluations and commands as a trace that ui.perfetto.dev opens.
+
+    Example: relax runs timeline configs/quickstart.toml --out trace.json
+
+    Args:
+        config: The run file.
+        overrides: section.key=value, laid over the run file.
+        out: The file to write; one that is there is replaced.
+    """
+    import orjson
+
+    from relax_events.cli.looking import note_unreadable, open_run_log
+    from relax_events.control.runs.timeline import read_timeline, trace_text
+
+    with open_run_log(config, overrides, name="timeline") as log, out.open("w") as file:
+        file.writelines(trace_text(orjson.dumps(entry).decode() for entry in read_timeline(log)))
+        note_unreadable(log)
+    print(f"{out}; open it at https://ui.perfetto.dev")
+
+
+@app.command
 def delete(
     run_id: str,
     *,

@@ -52,6 +52,8 @@ class Beats:
     def tick(self, state: WorkerState) -> bool:
         """Send a beat if one is due; return whether it was."""
         now = time.monotonic()
+        if self.is_starting and state is not WorkerState.STARTING:
+            self.advance()  # nobody has waited for work while it loaded its model
         if state is WorkerState.IDLE:
             self._busy_since = None
         elif state is WorkerState.WORKING and self._busy_since is None:

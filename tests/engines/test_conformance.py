@@ -125,8 +125,9 @@ def test_samples_beyond_the_bound_wait_their_turn(make: MakeEngine) -> None:
     for number in range(10):
         engine.submit(make_request(number, num_samples=5))
     assert engine.num_running == 50
-    assert len(finish(engine)) == 50
-    assert engine.num_running == 0
+    samples = finish(engine)
+    assert (len(samples), engine.num_running) == (50, 0)
+    assert engine.num_tokens == sum(len(sample.tokens) for sample in samples.values())
 
 
 def test_poll_gives_nothing_at_once_when_nothing_runs(make: MakeEngine) -> None:

@@ -79,7 +79,7 @@ def test_hung_worker_is_started_again(start_run: Callable[..., FaultRun]) -> Non
 @pytest.mark.long
 def test_run_is_restored_and_then_given_up_when_nothing_helps(start_run: Callable[..., FaultRun], directory: Path) -> None:
     engine = {"name": f"{directory / 'engine.py'}:Stuck", "max_running_samples": 4, "max_prompt_groups": 1}
-    health = HEALTH | {"stuck_seconds": 20.0, "max_restarts": 1, "max_restores": 1}
+    health = HEALTH | {"stuck_seconds": 15.0, "max_restarts": 1, "max_restores": 1}
     few_roles = {"kl_coefficient": 0.0, "old_logprobs": "rollout"}
     sections = {"run": {"num_steps": 40, "groups_per_step": 64}, "algorithm": few_roles, "workers": {"beat_seconds": 0.2, "hung_seconds": 20.0}}
     run = start_run(**sections, engine=engine, health=health)

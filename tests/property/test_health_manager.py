@@ -197,6 +197,17 @@ def test_run_in_which_all_wait_for_each_other_is_restored_and_in_the_end_given_u
     assert world.commands[-1].reason.startswith("nobody has had any work for 120 s, and the goal is not reached; and 3 restores were")
 
 
+def test_run_does_not_stand_still_so_soon_after_a_step_that_took_long() -> None:
+    world = World(workers(), commits=False)
+    waiting(world)
+    world.run(STUCK // TURN)
+    world.hear(train_step(0, at_seconds=world.now))
+    world.run(STUCK // TURN)
+    assert world.commands == []
+    world.run(2)
+    assert tally(world, "restore") == 1
+
+
 def test_run_that_is_paused_may_stand_still_and_one_that_is_taken_up_again_counts_anew() -> None:
     world = World(workers(), commits=False)
     world.hear(RunCommanded(command=Command.PAUSE, reason="maintenance"))

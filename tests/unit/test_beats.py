@@ -72,3 +72,36 @@ def test_every_few_beats_throughput_is_reported(clocked: Clocked) -> None:
         clocked.tick(WorkerState.WORKING, after=2.0)
     reports = [event for event in clocked.sent if isinstance(event, MetricsReported)]
     assert [report.values for report in reports] == [{"records_per_second": 5.0, "busy_ratio": 0.25}] * 2
+
+
+def test_beat_tells_since_when_there_was_work_without_progress_and_waiting_is_none(clocked: Clocked, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 5_000_000
+    monkeypatch.setattr("relax_events.pipeline.beats.now_micros", lambda: now)
+
+    def told(state: WorkerState) -> int | None:
+        clocked.tick(state, after=1.0)
+        beat = clocked.sent[-1] if isinstance(clocked.sent[-1], WorkerBeat) else clocked.sent[-2]
+        assert isinstance(beat, WorkerBeat)
+        return beat.busy_since
+
+    assert told(WorkerState.IDLE) is None
+    assert told(WorkerState.WORKING) == 5_000_000
+    now = 9_000_000
+    assert told(WorkerState.WORKING) == 5_000_000
+    assert clocked.beats.busy_seconds == 4.0
+    clocked.beats.advance_to(0)
+    assert told(WorkerState.WORKING) == 5_000_000, "as many tokens as before"
+    clocked.beats.advance_to(7)
+    assert told(WorkerState.WORKING) == 9_000_000
+    assert told(WorkerState.IDLE) is None
+    assert clocked.beats.busy_seconds == 0.0
+
+
+def test_time_of_loading_is_no_time_without_work(clocked: Clocked, monkeypatch: pytest.MonkeyPatch) -> None:
+    clocked.tick(WorkerState.STARTING)
+    loaded_at = clocked.beats.started_at + 1_800_000_000
+    monkeypatch.setattr("relax_events.pipeline.beats.now_micros", lambda: loaded_at)
+    clocked.tick(WorkerState.IDLE, after=1800.0)
+    monkeypatch.setattr("relax_events.pipeline.beats.now_micros", lambda: loaded_at + 5_000_000)
+    clocked.tick(WorkerState.IDLE, after=5.0)
+    assert [event.last_progress_at for event in clocked.sent if isinstance(event, WorkerBeat)][1:] == [loaded_at, loaded_at]

@@ -46,7 +46,7 @@ def test_engine_hands_out_each_answer_once_as_it_came() -> None:
     assert [sample.sample_id for sample in (first, second, third)] == ["g/0", "g/1", "h/0"]
     assert (first.tokens.tolist(), second.tokens.tolist()) == ([0, 1, 2, 3], [10])
     assert (first.logprobs.tolist(), first.segments, first.finish_reason) == ([0] * 4, (VersionSegment(0, 4),), FinishReason.STOP)
-    assert (used.num_running, used.poll(timeout_seconds=0)) == (0, [])
+    assert (used.num_running, used.num_tokens, used.poll(timeout_seconds=0)) == (0, 7, [])
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def stands_still(state: HealthState, limits: Limits, *, now: int) -> bool:
     pipeline = [beat for beat in breathing if beat.role in limits.pipeline and beat.state is not WorkerState.STOPPED]
     are_all_there = bool(pipeline) and {beat.role for beat in pipeline} == limits.pipeline
     waits = all(beat.state is WorkerState.IDLE and beat.beat_at - beat.last_progress_at > limits.stuck for beat in pipeline)
-    is_meant = state.is_paused or limits.may_stand_still or now - state.listening_since <= limits.stuck
+    is_meant = state.is_paused or limits.may_stand_still or now - max(state.listening_since, state.last_step_at) <= limits.stuck
     return are_all_there and waits and not is_meant
 
 

@@ -133,6 +133,11 @@ class HealthState:
         """Tell whether not even our own beats come back."""
         return self._own_at is None or now - self._own_at > self._gap
 
+    @property
+    def last_step_at(self) -> int:
+        """When the newest train step was committed; 0 before the first."""
+        return self._steps[-1] if self._steps else 0
+
     def silent_micros(self, heard: Heard, *, now: int) -> int:
         """Return for how long a worker has not been heard though it could have been."""
         return now - max(heard.at, self.listening_since)
