@@ -27,7 +27,7 @@ COMING_UP = {14, 15, 16}  # the coordinator loads, or has moved
 NO_GROUP = 69
 ANSWER_SECONDS = 5.0
 LOOK_SECONDS, MAX_MISMATCHES = 6.0, 1
-MAX_UNREAD_LOOKS = 2
+MIN_UNREAD_LOOKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,14 @@ class MembershipWatch:
         self._looks_at = time.monotonic() + LOOK_SECONDS
 
     def look_at_unread(self, unread: Mapping[Place, int]) -> bool:
-        """Take in behind which positions the log goes on, although nothing came; return once, when it has been so for a while, that it is suspicious.
+        """Take in behind which positions the log goes on, although nothing came; return whether that is suspicious and should be proven now.
 
-        Seen with librdkafka 2.16 after a broker in a container was stopped and started: one of eight partitions was fetched no more.
+        It is after a while, and then again at waits that double, since a proof may fail on a machine that is busy. Seen with librdkafka
+        2.16 after a broker in a container was stopped and started: one of eight partitions was fetched no more.
         """
         self._num_unread_looks = self._num_unread_looks + 1 if unread and unread == self._unread else 0
         self._unread = unread
-        return self._num_unread_looks == MAX_UNREAD_LOOKS
+        return self._num_unread_looks >= MIN_UNREAD_LOOKS and self._num_unread_looks.bit_count() == 1
 
     def look(self, member_id: str, held: frozenset[Place]) -> None:
         """Compare what the client holds with what the coordinator says, where that can be reached.

@@ -1,0 +1,24 @@
+"""When a client that is given nothing is asked to prove that nothing is there."""
+
+from __future__ import annotations
+
+from relax_events.broker.connection import Connection
+from relax_events.broker.membership import MembershipWatch
+
+PLACE = ("rollout.samples", 3)
+
+
+def looks(*unread: dict[tuple[str, int], int]) -> list[bool]:
+    watch = MembershipWatch(Connection("127.0.0.1:1"), "group")
+    return [watch.look_at_unread(found) for found in unread]
+
+
+def test_unread_partition_is_suspicious_after_a_while_and_again_at_doubling_waits() -> None:
+    suspicious = looks(*[{PLACE: 7}] * 18)
+    assert [index for index, found in enumerate(suspicious) if found] == [2, 4, 8, 16]
+
+
+def test_client_that_gets_on_is_not_suspicious() -> None:
+    assert not any(looks(*({PLACE: offset} for offset in range(12))))
+    assert not any(looks(*[{}] * 12))
+    assert looks({PLACE: 7}, {PLACE: 7}, {}, {PLACE: 7}, {PLACE: 7}, {PLACE: 7}) == [False, False, False, False, False, True]
