@@ -17,6 +17,7 @@ COMMANDS = {
     "rescore": ("relax_events.cli.rescore:rescore", "Run another reward function over a run's samples and compare."),
     "deadletter": ("relax_events.cli.deadletter:app", "Look after records that roles could not use: list, show, requeue, drop."),
     "schemas": ("relax_events.cli.schemas:app", "Show and check the contract of the log: check, diff, show, release."),
+    "alerts": ("relax_events.cli.alerts:app", "Hand Prometheus's alerts on to chats, mails and pagers: forward."),
     "eval": ("relax_events.cli.eval:app", "Look at how good the policy versions of a run are: show."),
     "ledger": ("relax_events.cli.ledger:app", "Prove from the log that nothing was lost or trained twice: check."),
     "algorithms": ("relax_events.cli.algorithms:app", "Show what a run can be trained by: list, show."),

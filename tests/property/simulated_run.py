@@ -179,8 +179,11 @@ class LateWriter:
 class SimulatedRun:
     """The processes of a run, and what lies on its log."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, overlap: bool = False, **run: Any) -> None:
-        self.config = RunConfig.model_validate({**SETTINGS, "run": SETTINGS["run"] | run, "weights": {"overlap": overlap}})
+    overlap = False
+    """Whether the trainer writes weights beside its next step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **run: Any) -> None:
+        self.config = RunConfig.model_validate({**SETTINGS, "run": SETTINGS["run"] | run, "weights": {"overlap": self.overlap}})
         self.kafka, self.plan, self.codec = MemoryKafka(), TopicPlan.of(self.config), EventCodec()
         self.store = ObjectStore.open("memory://")
         for spec in self.plan.specs():

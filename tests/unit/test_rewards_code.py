@@ -138,7 +138,8 @@ def test_sandbox_without_namespaces_ends_the_programs_process_group(monkeypatch:
     assert judge(DOUBLE, IN_AND_OUT)["reward"] == 1.0
     with pytest.raises(RewardError, match="ran into a limit"):
         judge("import subprocess\nsubprocess.run(['sleep', '987655'])", {"tests": ["pass"]}, test_seconds=0.7)
-    assert not [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "987655"]]
+    left = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "987655"]]
+    assert psutil.wait_procs(left, timeout=5)[1] == []  # it is killed, and may take a moment to go
 
 
 def test_walls_of_an_ordinary_user_are_tried_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
