@@ -225,7 +225,7 @@ class WorkerMachine(RuleBasedStateMachine):
 
 
 class OverlapMachine(WorkerMachine):
-    """The same, of a trainer that is ahead of the log by a step. (A fixed exploration follows from its machine's text, so that one stays as it is.)"""
+    """The same, of a trainer that is ahead of the log by a step. (A fixed exploration follows from its machine's text, so that stays as it is.)"""
 
     def __init__(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
