@@ -6,6 +6,7 @@ Each is one command on the stack's images and its broker, and has to end at once
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import socket
 import sys
@@ -46,7 +47,7 @@ def refused(engine: Engine, *words: str) -> str:
     try:
         engine.compose(*words, seconds=BOUND_SECONDS)
     except StackError as error:
-        return str(error)
+        return str(error).partition("\n")[2]  # without the command itself
     raise StackError(f"{' '.join(words)} was accepted")
 
 
@@ -62,15 +63,21 @@ def a_port_is_taken(engine: Engine, folder: Path) -> str:
         return refused(with_more(engine, port), "up", "--detach", "--no-deps", "--force-recreate", "prometheus")
 
 
-def with_secrets(password: str | None, *, authority: bool = True) -> Callable[[Engine, Path], str]:
+def a_volume_is_read_only(engine: Engine, folder: Path) -> str:
+    """Make the model where nothing can be written."""
+    overlay = folder / "read-only.json"
+    overlay.write_text(json.dumps({"services": {"model": {"volumes": [f"{folder}:/srv/relax/.relax:ro"]}}}))
+    return refused(with_more(engine, {}, overlay), *ONCE, "model", "models", "prepare", RUN_FILE)
+
+
+def with_secrets(password: str | None, *, authority: str = "-----BEGIN CERTIFICATE-----") -> Callable[[Engine, Path], str]:
     """Return a mistake with the secrets of an existing cluster; None is a password that is not there."""
 
     def make(engine: Engine, folder: Path) -> str:
         files = {"BROKER_PASSWORD_FILE": folder / "password", "BROKER_CA_FILE": folder / "ca.pem"}
         if password is not None:
             files["BROKER_PASSWORD_FILE"].write_text(password)
-        if authority:
-            files["BROKER_CA_FILE"].write_text("no certificate")
+        files["BROKER_CA_FILE"].write_text(authority)
         for file in folder.iterdir():
             file.chmod(0o644)
         settings = {name: str(file) for name, file in files.items()}
@@ -83,7 +90,11 @@ MISTAKES = (
     Mistake("port taken", r"(address already in use|port is already allocated)", a_port_is_taken),
     Mistake("secret missing", r"password", with_secrets(None)),
     Mistake("secret empty", r"broker\.password_file: /run/secrets/broker_password is empty; write the secret into it", with_secrets("")),
-    Mistake("authority that is none", r"broker\.ca_file", with_secrets("a password")),
+    Mistake(
+        "authority that is none",
+        r"broker\.ca_file: /run/secrets/broker_ca holds no certificate; give the PEM file",
+        with_secrets("a password", authority="-"),
+    ),
     Mistake(
         "no broker",
         r"no broker answered at kafka-9:9092 within .*; start it, or set broker\.bootstrap_servers",
@@ -96,8 +107,8 @@ MISTAKES = (
     ),
     Mistake(
         "volume read-only",
-        r"(Read-only file system|can't be written)",
-        lambda engine, folder: refused(engine, *ONCE, "-v", f"{folder}:/srv/relax/.relax:ro", "model", "models", "prepare", RUN_FILE),
+        r"error: model folder \.relax/models can't be written: Read-only file system; give model\.path in one that can",
+        a_volume_is_read_only,
     ),
     Mistake(
         "GPU asked of the image for a CPU",
@@ -122,6 +133,8 @@ def make_all() -> None:
     names = provide_images(engine, Stopwatch())
     engine.settings |= {"GPU_IMAGE": names["model"], "COMPOSE_PROJECT_NAME": PROJECT}
     try:
+        engine.compose("run", "--rm", "-T", "topics")  # and the broker that it needs
+        engine.compose(*ONCE, "model")
         rows = [_made(engine, mistake) for mistake in MISTAKES]
     finally:
         engine.compose("down", "--volumes")

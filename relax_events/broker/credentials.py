@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from relax_events.broker.security.folder import SecurityFolder, read_secret
 from relax_events.broker.security.settings import client_security
@@ -11,6 +12,7 @@ from relax_events.errors import ConfigError
 from relax_events.telemetry.redaction import hide
 
 PASSWORD_VARIABLE = "BROKER_PASSWORD"  # noqa: S105 the name of it
+PEM_CERTIFICATE = "-----BEGIN CERTIFICATE-----"
 OWN_VARIABLES = ("RELAX_BROKER__USERNAME", "RELAX_BROKER__PASSWORD_FILE", "RELAX_BROKER__CA_FILE")
 SHARED_VARIABLES = ("RELAX_BROKER__CREDENTIALS", "RELAX_BROKER__PRINCIPAL")
 """A worker is told its own principal, not where to find everybody's."""
@@ -61,15 +63,22 @@ def client_settings(config: BrokerConfig) -> dict[str, str]:
     """Return librdkafka's security settings of this process, secrets included: hand them to clients, to nothing else.
 
     Raises:
-        ConfigError: A secret's file is missing or empty, or a user has no password.
+        ConfigError: A secret's file is missing or empty, a user has no password, or the authority's file holds no certificate.
     """
-    settings = {} if config.ca_file is None else {"ssl.ca.location": str(config.ca_file)}
+    settings = {} if config.ca_file is None else {"ssl.ca.location": _authority(config.ca_file)}
     if config.username:
         settings |= client_security(config.username, _password(config), config.ca_file)
     for key, file in config.secret_files.items():
         settings[key] = read_secret(file, key=f"broker.secret_files {key}")
         hide(settings[key])
     return settings
+
+
+def _authority(file: Path) -> str:
+    """Return the place of a certificate that is one; librdkafka would only say so with an error of its own."""
+    if PEM_CERTIFICATE not in read_secret(file, key="broker.ca_file"):
+        raise ConfigError(f"broker.ca_file: {file} holds no certificate; give the PEM file of the authority that signed the brokers' certificates")
+    return str(file)
 
 
 def _password(config: BrokerConfig) -> str:

@@ -19,7 +19,7 @@ from relax_events.data.placeholders import with_media
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow
 from relax_events.data.sources import open_stream
-from relax_events.errors import ConfigError
+from relax_events.errors import ConfigError, EnvironmentProblem
 from relax_events.media.library import MediaLibrary
 from relax_events.models.families import Family, family_of
 from relax_events.models.tiny import make_tiny
@@ -65,11 +65,13 @@ def warm_start_model(config: RunConfig, *, output: Path | None = None, report: R
         The folder written.
     Raises:
         ConfigError: The folder is missing and the run file has no `model.tiny`, or the data is unfit.
+        EnvironmentProblem: The folder can't be written.
     """
     logging.disable_progress_bar()
     target = output or config.model.path
     draft = target.with_name(target.name + ".draft")
     shutil.rmtree(draft, ignore_errors=True)
+    _check_writable(draft)
     try:
         _copy_or_make(config, draft, report)
         if config.warm_start.steps:
@@ -81,6 +83,15 @@ def warm_start_model(config: RunConfig, *, output: Path | None = None, report: R
         shutil.rmtree(draft, ignore_errors=True)
     report(f"wrote model {target}")
     return target
+
+
+def _check_writable(folder: Path) -> None:
+    """Find out before the work what would spoil it after."""
+    try:
+        folder.mkdir(parents=True)
+        folder.rmdir()
+    except OSError as error:
+        raise EnvironmentProblem(f"model folder {folder.parent} can't be written: {error.strerror}; give model.path in one that can") from None
 
 
 def make_tiny_for(data: DataConfig, path: Path, *, tiny: TinyModelConfig, seed: int) -> Path:

@@ -98,3 +98,13 @@ def test_secret_is_hidden_once_it_was_read_and_in_what_a_connection_shows(tmp_pa
     connection = Connection.of(BrokerConfig(username="me", password_file=tmp_path / "password"), client_id="c")
     assert SECRET not in repr(connection)
     assert redacted(f"login of me with {SECRET} failed") == "login of me with (hidden) failed"
+
+
+def test_authority_that_is_no_certificate_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "ca.pem"
+    file.write_text("not one")
+    with pytest.raises(ConfigError, match=rf"broker.ca_file: {file} holds no certificate; give the PEM file of the authority"):
+        client_settings(BrokerConfig(ca_file=file))
+    file.unlink()
+    with pytest.raises(ConfigError, match=rf"broker.ca_file: {file} can't be read: No such file or directory"):
+        client_settings(BrokerConfig(ca_file=file))

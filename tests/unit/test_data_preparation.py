@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from relax_events.config import DataConfig, RunConfig
 from relax_events.config.generation import TinyModelConfig
 from relax_events.data.preparation import make_tiny_for, prepare_model, warm_start_model
-from relax_events.errors import ConfigError
+from relax_events.errors import ConfigError, EnvironmentProblem
 
 
 def run_config(folder: Path, *, steps: int = 0, target_loss: float = 0.0, tiny: dict[str, int] | None = None, seed: int = 0) -> RunConfig:
@@ -57,6 +57,16 @@ def test_prepare_refuses_a_missing_model_without_a_recipe(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"model does not exist; set model.path, or describe a small model in \[model.tiny\]"):
         prepare_model(run_config(tmp_path, tiny={}), report=lambda _: None)
     assert not (tmp_path / "model").exists()
+
+
+def test_prepare_names_a_folder_that_can_not_be_written_before_it_begins(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    (tmp_path / "file").write_text("no folder")
+    model = config.model.model_copy(update={"path": tmp_path / "file" / "model"})
+    lines: list[str] = []
+    with pytest.raises(EnvironmentProblem, match=r"model folder .*/file can't be written: .*; give model.path in one that can"):
+        prepare_model(config.model_copy(update={"model": model}), report=lines.append)
+    assert lines == []
 
 
 def test_warm_start_teaches_the_task_and_reports(tmp_path: Path) -> None:
