@@ -31,7 +31,6 @@ RUN_SECONDS = 300.0
 START_SECONDS = 120.0
 """Deadline of a call to the broker: seventy processes that start at once on two cores keep it waiting."""
 NUM_SHARDS = 2
-NUM_QUEUE_PARTITIONS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +96,7 @@ class TimedRun:
     def timeline(self) -> Timeline:
         """Read from the log when everything happened."""
         partitions = num_slots(self.mode.max_staleness) * NUM_SHARDS
-        return Timeline.read(
-            self.stage.bootstrap_servers, run_id=self.run_id, num_sample_partitions=partitions, queue_partitions=NUM_QUEUE_PARTITIONS
-        )
+        return Timeline.read(self.stage.bootstrap_servers, run_id=self.run_id, num_sample_partitions=partitions)
 
     def drawn_lengths(self) -> list[list[list[int]]]:
         """Return the completion tokens that the run's seeds stand for, by step, prompt group and sample."""
@@ -128,7 +125,6 @@ class TimedRun:
             "broker.bootstrap_servers": stage.bootstrap_servers,
             "broker.request_timeout_seconds": START_SECONDS,
             "broker.shards": NUM_SHARDS,
-            "broker.queue_partitions": NUM_QUEUE_PARTITIONS,
             "engine.name": f"{FOLDER / 'timed_engine.py'}:TimedEngine",
             "engine.max_prompt_groups": workload.lanes_per_engine,
             "engine.max_running_samples": workload.lanes_per_engine * workload.samples_per_prompt,

@@ -24,11 +24,11 @@ class Timeline:
     """By stage and prompt group: the last record."""
 
     @classmethod
-    def read(cls, bootstrap_servers: str, *, run_id: str, num_sample_partitions: int, queue_partitions: int) -> Timeline:
+    def read(cls, bootstrap_servers: str, *, run_id: str, num_sample_partitions: int) -> Timeline:
         """Read a whole run; values are not decoded."""
         timeline = cls()
         connection = Connection.of(BrokerConfig(bootstrap_servers=bootstrap_servers), client_id=f"{run_id}.timeline")
-        partitions = {"prompt.groups": queue_partitions, "control.policy-versions": 1}
+        partitions = {"prompt.groups": 1, "control.policy-versions": 1}
         entities = {f"relax.{run_id}.{entity}": entity for entity in (*STAGES, "control.policy-versions")}
         places = [(topic, partition) for topic, entity in entities.items() for partition in range(partitions.get(entity, num_sample_partitions))]
         reader = LogReader(connection)

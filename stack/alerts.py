@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -146,7 +147,7 @@ def write_report(woken: list[Woken], ledger: str, num_steps: int) -> None:
         "stack-alerts",
         title="Alerts in the running stack",
         question=QUESTION,
-        command=" ".join(["python -m stack.alerts", *sys.argv[1:]]),
+        command=shlex.join(["python", "-m", "stack.alerts", *sys.argv[1:]]),
         conclusion=f"{len(woken)} faults in {num_steps} train steps; {sum(not one.problem for one in woken)} fired their alert and no other. "
         "The run then went on to its goal, and the ledger is clean.",
         rows=rows,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 import time
@@ -155,7 +156,7 @@ def write_report(injected: list[Injected], ledger: str, num_steps: int) -> None:
         "stack-faults",
         title="Faults in the running stack",
         question=QUESTION,
-        command=" ".join(["python -m stack.faults", *sys.argv[1:]]),
+        command=shlex.join(["python", "-m", "stack.faults", *sys.argv[1:]]),
         conclusion=f"{len(injected)} faults in {num_steps} train steps; median {median(one.seconds for one in injected):.1f} s, longest "
         f"{max(one.seconds for one in injected):.1f} s. The run then went on to its goal, and the ledger is clean.",
         rows=rows,

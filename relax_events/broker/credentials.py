@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from relax_events.broker.security.folder import SecurityFolder, read_secret
+from relax_events.broker.security.folder import SecurityFolder, read_named, read_secret
 from relax_events.broker.security.settings import client_security
 from relax_events.config import BrokerConfig, RunConfig
 from relax_events.errors import ConfigError
 from relax_events.telemetry.redaction import hide
 
 PASSWORD_VARIABLE = "BROKER_PASSWORD"  # noqa: S105 the name of it
-PEM_CERTIFICATE = "-----BEGIN CERTIFICATE-----"
+PEM_CERTIFICATE = b"-----BEGIN CERTIFICATE-----"
 OWN_VARIABLES = ("RELAX_BROKER__USERNAME", "RELAX_BROKER__PASSWORD_FILE", "RELAX_BROKER__CA_FILE")
 SHARED_VARIABLES = ("RELAX_BROKER__CREDENTIALS", "RELAX_BROKER__PRINCIPAL")
 """A worker is told its own principal, not where to find everybody's."""
@@ -76,7 +76,7 @@ def client_settings(config: BrokerConfig) -> dict[str, str]:
 
 def _authority(file: Path) -> str:
     """Return the place of a certificate that is one; librdkafka would only say so with an error of its own."""
-    if PEM_CERTIFICATE not in read_secret(file, key="broker.ca_file"):
+    if PEM_CERTIFICATE not in read_named(file, key="broker.ca_file"):
         raise ConfigError(f"broker.ca_file: {file} holds no certificate; give the PEM file of the authority that signed the brokers' certificates")
     return str(file)
 

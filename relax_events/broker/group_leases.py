@@ -10,14 +10,12 @@ import structlog
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import GroupConsumer
 from relax_events.broker.deadline import Deadline
-from relax_events.broker.leases import Lease
+from relax_events.broker.leases import LEAVE_SECONDS, POLL_SECONDS, Lease
 from relax_events.broker.records import Record
 from relax_events.errors import AccessDenied, BrokerError, ClientFailed
 from relax_events.events.parts import TopicOffset
 
 log = structlog.get_logger()
-POLL_SECONDS = 1.0
-LEAVE_SECONDS = POLL_SECONDS + 5
 
 
 class GroupLeases:

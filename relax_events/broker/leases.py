@@ -18,6 +18,8 @@ from relax_events.errors import BrokerError
 
 log = structlog.get_logger()
 USUAL_DELIVERY_LIMIT = 5
+POLL_SECONDS = 1.0
+LEAVE_SECONDS = POLL_SECONDS + 5
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,12 @@ import structlog
 from confluent_kafka import AcknowledgeType, KafkaError, KafkaException, ShareConsumer
 
 from relax_events.broker.connection import Connection, error_of, translate
-from relax_events.broker.leases import Lease
+from relax_events.broker.leases import LEAVE_SECONDS, POLL_SECONDS, Lease
 from relax_events.broker.records import Record
 from relax_events.errors import AccessDenied
 
 log = structlog.get_logger()
-POLL_SECONDS = 1.0
 COMMIT_SECONDS = 10.0
-LEAVE_SECONDS = POLL_SECONDS + 5
 LONGEST_WORK_MS = 86_400_000
 """A lane that works does not poll, and by default leaves the group after five minutes; how long it may hold a record is the broker's to say."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Protocol
+from http.server import ThreadingHTTPServer
+from typing import Protocol
 
 import orjson
 import structlog
 
 from relax_events.errors import EnvironmentProblem
+from relax_events.telemetry.answering import TextHandler
 from relax_events.telemetry.apprise import NotDelivered
 
 log = structlog.get_logger()
@@ -90,27 +91,18 @@ class AlertReceiver(ThreadingHTTPServer):
         return ""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(TextHandler):
     server: AlertReceiver
-    timeout = 10
 
-    def do_GET(self) -> None:
-        self._answer(200, "ok")
+    def do_GET(self) -> None:  # noqa: N802 as http.server calls it
+        self._say(200, "ok")
 
-    def do_POST(self) -> None:
+    def do_POST(self) -> None:  # noqa: N802 likewise
         length = int(self.headers.get("Content-Length") or 0)
         if not 0 < length <= MAX_BYTES:
-            self._answer(413 if length > MAX_BYTES else 400, f"a body of 1 to {MAX_BYTES} bytes is expected, got {length}")
+            self._say(413 if length > MAX_BYTES else 400, f"a body of 1 to {MAX_BYTES} bytes is expected, got {length}")
             return
-        self._answer(*self.server.tell(self.rfile.read(length)))
+        self._say(*self.server.tell(self.rfile.read(length)))
 
-    def _answer(self, status: int, text: str) -> None:
-        body = f"{text}\n".encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "text/plain; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002
-        """Keep access logs out."""
+    def _say(self, status: int, text: str) -> None:
+        self.answer(status, f"{text}\n".encode())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from http.server import ThreadingHTTPServer
 
 from relax_events.config import TelemetryConfig
 from relax_events.errors import EnvironmentProblem
+from relax_events.telemetry.answering import TextHandler
 from relax_events.telemetry.metrics import WorkerMetrics
 
 Check = Callable[[], str]
@@ -25,19 +25,10 @@ class WorkerEndpoint:
             "/readyz": lambda: _verdict(absence()),
         }
 
-        class Handler(BaseHTTPRequestHandler):
-            timeout = 10
-
-            def do_GET(self) -> None:
+        class Handler(TextHandler):
+            def do_GET(self) -> None:  # noqa: N802 as http.server calls it
                 status, body = answers.get(self.path.partition("?")[0], lambda: (404, b"try /metrics, /healthz or /readyz\n"))()
-                self.send_response(status)
-                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002
-                """Keep access logs out of the worker's log."""
+                self.answer(status, body, content_type="text/plain; version=0.0.4; charset=utf-8")
 
         try:
             self._server = ThreadingHTTPServer((config.metrics_host, config.metrics_port), Handler)

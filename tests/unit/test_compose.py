@@ -122,6 +122,14 @@ def test_bucket_is_known_to_all_that_open_the_object_store() -> None:
         assert service["env_file"] == ["${OBJECTS_ENV_FILE:-./secrets/objects.env}"]
 
 
+def test_alerts_are_gathered_alike_whether_they_are_sent_or_not() -> None:
+    silent, sending = (yaml.safe_load((COMPOSE / "alertmanager" / f"{name}.yml").read_text()) for name in ("alertmanager", "notices"))
+    (webhook,) = sending["receivers"][0].pop("webhook_configs")
+    assert silent == sending
+    service = yaml.safe_load((COMPOSE / "notices.yml").read_text())["services"]["notices"]
+    assert (webhook["url"], service["command"][:2]) == ("http://notices:9095/", ["alerts", "forward"])
+
+
 def test_cluster_of_three_keeps_every_record_three_times() -> None:
     overlay = yaml.safe_load((COMPOSE / "cluster.yml").read_text())["services"]
     brokers = {name: {**SERVICES["kafka"]["environment"], **overlay[name]["environment"]} for name in ("kafka", "kafka-2", "kafka-3")}

@@ -100,6 +100,12 @@ def test_secret_is_hidden_once_it_was_read_and_in_what_a_connection_shows(tmp_pa
     assert redacted(f"login of me with {SECRET} failed") == "login of me with (hidden) failed"
 
 
+def test_authority_may_be_a_bundle_of_any_size_with_comments_in_any_script(tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle.pem"
+    bundle.write_text("# " + "ő" * 100_000 + "\n-----BEGIN CERTIFICATE-----\n")
+    assert client_settings(BrokerConfig(ca_file=bundle)) == {"ssl.ca.location": str(bundle)}
+
+
 def test_authority_that_is_no_certificate_is_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "ca.pem"
     file.write_text("not one")

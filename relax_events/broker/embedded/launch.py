@@ -14,7 +14,7 @@ from relax_events.broker.embedded.download import ensure_jars
 from relax_events.broker.embedded.java import Java, broker_command, class_archive_path, find_java
 from relax_events.broker.embedded.lock import read_lock
 from relax_events.broker.embedded.ports import choose_port, is_free, require_free
-from relax_events.broker.embedded.security import NodeSecurity, kept_credentials
+from relax_events.broker.embedded.security import NodeSecurity, first_users, kept_credentials
 from relax_events.broker.embedded.settings import server_properties
 from relax_events.broker.embedded.state import BrokerState, write_state
 from relax_events.broker.embedded.storage import ensure_formatted, require_free_space
@@ -68,7 +68,7 @@ def _choose_ports(last: BrokerState | None, wanted_port: int) -> tuple[int, int]
 def _write_files(directory: Path, state: BrokerState, node_properties: Mapping[str, str], security: NodeSecurity | None) -> Path:
     data = directory / "data"
     text = server_properties(data, port=state.port, controller_port=state.controller_port, overrides=node_properties, security=security)
-    ensure_formatted(data, users=security.first_users() if security else ())
+    ensure_formatted(data, users=first_users(security.folder) if security else ())
     (directory / "tmp").mkdir(exist_ok=True)
     path = directory / "server.properties"
     path.write_text(text, encoding="ascii")

@@ -40,10 +40,6 @@ class NodeSecurity:
             "advertised.listeners": f"{CLIENTS}://{HOST}:{port},{INTERNAL}://{HOST}:{self.internal_port}",
         }
 
-    def first_users(self) -> list[ScramCredential]:
-        """See `first_users`."""
-        return first_users(self.folder)
-
 
 def first_users(folder: SecurityFolder) -> list[ScramCredential]:
     """Return who can log in to a broker from its first moment: the super user, who makes all others.

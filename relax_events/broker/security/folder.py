@@ -116,6 +116,18 @@ def write_private(file: Path, content: bytes, *, mode: int = OWNER_ONLY) -> None
     draft.replace(file)
 
 
+def read_named(file: Path, *, key: str) -> bytes:
+    """Return what is in a file that a configuration key names.
+
+    Raises:
+        ConfigError: The file is missing or unreadable.
+    """
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{key}: {file} can't be read: {error.strerror}; give a file that this user may read") from None
+
+
 def read_secret(file: Path, *, key: str) -> str:
     """Return the secret in a file, without the line end that editors leave.
 
@@ -126,11 +138,7 @@ def read_secret(file: Path, *, key: str) -> str:
         ConfigError: The file is missing, unreadable or empty; the text never shows what is in it.
     """
     try:
-        content = file.read_bytes()[:MAX_SECRET_BYTES]
-    except OSError as error:
-        raise ConfigError(f"{key}: {file} can't be read: {error.strerror}; give a file that this user may read") from None
-    try:
-        text = content.decode("utf-8").rstrip("\r\n")
+        text = read_named(file, key=key)[:MAX_SECRET_BYTES].decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError:
         raise ConfigError(f"{key}: {file} is not UTF-8 text; write the secret alone into it") from None
     if not text:
