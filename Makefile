@@ -65,11 +65,13 @@ lint: .venv/.lint ## Check style, types and import directions
 bench: setup ## Measure, paired, and write docs/benchmarks
 	$(BIN)/python -m benchmarks
 
-COMPILE := uv pip compile --quiet --universal --python-version 3.11 --no-emit-index-url --no-header --generate-hashes
+COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --no-emit-index-url --no-header --generate-hashes
 IMAGE_EXTRAS := --extra media --extra tasks --extra rewards --extra registry --extra security --extra parquet --extra notices
-lock: ## Resolve the requirements anew
+lock: .venv/.ready ## Resolve the requirements anew
 	$(COMPILE) pyproject.toml requirements/build.in --extra model --extra media --extra tasks --extra rewards --extra registry --extra security --extra notices --extra test --override requirements/overrides.txt -o requirements/lock.txt
 	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --constraint requirements/lock.txt -o requirements/light.txt
+	cp requirements/light.txt requirements/trackers.txt # what the trackers can't do with is pinned anew
+	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --extra trackers -o requirements/trackers.txt
 	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --extra model --constraint requirements/lock.txt --override requirements/overrides.txt -o requirements/cpu.txt
 	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --extra model --constraint requirements/lock.txt -o requirements/cuda.txt
 	$(COMPILE) pyproject.toml requirements/build.in --extra jdk --constraint requirements/lock.txt -o requirements/jdk.txt

@@ -1,7 +1,7 @@
 """Holds faults in a running stack until somebody is woken, then mends them: `make stack-alerts`.
 
-For each fault: the alert that should fire does, on the stack's Prometheus; no other does; and it clears once the fault is over. At the end
-the run is brought to its goal and the ledger is checked.
+For each fault: the alert that should fire does, on the stack's Prometheus; no other does; somebody is told of it by Alertmanager and Apprise; and
+it clears once the fault is over. At the end the run is brought to its goal and the ledger is checked.
 """
 
 from __future__ import annotations
@@ -17,14 +17,25 @@ from dataclasses import dataclass
 
 from benchmarks import report
 from stack.engine import Engine, StackError, exit_code_of, open_engine
-from stack.faults import FaultRun
+from stack.faults import RUN_FILES, FaultRun
 from stack.images import Stopwatch, provide_images
 from stack.prometheus import ask
+from stack.told import Told, somebody_told
+from stack.volumes import VOLUME_OF, fill, free
 
-FIRES_SECONDS, CLEARS_SECONDS = 600.0, 900.0
+FIRES_SECONDS, TOLD_SECONDS, CLEARS_SECONDS = 600.0, 60.0, 900.0
 TURN_SECONDS = 2.0
 QUESTION = """The quickstart's task in containers, and one fault after the other, each held until Prometheus fires the alert that names it, then
-mended. Seconds from the fault to the alert, and from its end until no alert fires any more."""
+mended. Seconds from the fault to the alert, from there until Alertmanager and Apprise have told somebody outside of the stack, and from the
+fault's end until no alert fires any more."""
+FREE = 0.05
+"""Of a volume that is nearly full."""
+NO_EVENT = """
+from confluent_kafka import Producer
+producer = Producer({"bootstrap.servers": "kafka:9092"})
+producer.produce("relax.faults.rollout.samples", b"no event", partition=0)
+assert producer.flush(30) == 0
+"""
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,10 @@ class Held:
         """The alert, with the role it names."""
         return f"{self.alert} {self.role}".strip()
 
+    def is_named_by(self, alert: str) -> bool:
+        """Whether an alert, with the role it names, is the one; without a role of its own the fault may concern several."""
+        return alert == self.woken_by or (not self.role and alert.startswith(f"{self.alert} "))
+
 
 def stopped(service: str, alert: str, *, role: str = "") -> Held:
     """A service that somebody has stopped."""
@@ -53,12 +68,26 @@ def frozen(service: str, alert: str, *, role: str = "") -> Held:
     return Held(f"{service} frozen", alert, role, lambda engine: engine.compose("pause", service), lambda engine: engine.compose("unpause", service))
 
 
+def nearly_full(service: str, alert: str) -> Held:
+    """A volume that has little room left."""
+    volume = VOLUME_OF[service]
+    name = f"volume {volume} nearly full"
+    return Held(name, alert, "", lambda engine: fill(engine, volume, free_fraction=FREE), lambda engine: free(engine, volume))
+
+
+def send_no_event(engine: Engine) -> None:
+    """Write a record that no role can read, as a client of somebody else's might."""
+    engine.compose("run", "--rm", "-T", "--no-deps", "--entrypoint", "/opt/relax/bin/python", "relax", "-c", NO_EVENT)
+
+
 ONE_EACH = ("prompter", "rollout", "reward", "reference", "actor-forward", "advantage", "trainer")
 HELD = (
     *(stopped(role, "RelaxRoleWithoutWorker", role=role) for role in ONE_EACH),
     frozen("reward", "RelaxRoleWithoutWorker", role="reward"),
     stopped("controller", "RelaxControllerUnseen"),
     stopped("kafka", "RelaxRunStalled"),
+    nearly_full("trainer", "RelaxDiskFilling"),
+    Held("record that is no event", "RelaxDeadLettersArriving", "", send_no_event, lambda engine: None),
 )
 
 
@@ -68,6 +97,7 @@ class Woken:
 
     held: Held
     fired_seconds: float = math.nan
+    told_seconds: float = math.nan
     cleared_seconds: float = math.nan
     problem: str = ""
 
@@ -82,43 +112,46 @@ def firing() -> set[str]:
     return {f"{labels['alertname']} {labels.get('role', '')}".strip() for labels in alerts}
 
 
-def hold(engine: Engine, held: Held) -> Woken:
+def hold(engine: Engine, held: Held, told: Told) -> Woken:
     """Hold a fault and say what it did; when something else than its alert came, mend it and wait until nothing fires."""
-    print(f"{held.name:<24}", end="", flush=True)
+    print(f"{held.name:<26}", end="", flush=True)
     try:
-        woken = _hold(engine, held)
+        woken = _hold(engine, held, told)
     except StackError as error:
         print(error, flush=True)
         with suppress(StackError):
             _seconds_until(lambda: not firing(), time.monotonic(), CLEARS_SECONDS, what="everything clears")
         return Woken(held, problem=str(error))
-    print(f"{held.woken_by:<40} fired after {woken.fired_seconds:4.0f} s, cleared after {woken.cleared_seconds:4.0f} s", flush=True)
+    seconds = f"fired after {woken.fired_seconds:4.0f} s, told after {woken.told_seconds:3.0f} s, cleared after {woken.cleared_seconds:4.0f} s"
+    print(f"{held.woken_by:<40} {seconds}", flush=True)
     return woken
 
 
-def _hold(engine: Engine, held: Held) -> Woken:
-    """Hold a fault until its alert fires, mend it, and wait until none fires.
+def _hold(engine: Engine, held: Held, told: Told) -> Woken:
+    """Hold a fault until its alert fires and somebody knows, mend it, and wait until none fires.
 
     Raises:
-        StackError: It did not fire, did not clear, or another one fired.
+        StackError: It did not fire, nobody was told, it did not clear, or another one fired.
     """
     if early := firing():
         raise StackError(f"{held.name}: {', '.join(sorted(early))} fires before the fault")
+    told.titles.clear()
     started = time.monotonic()
     held.begin(engine)
     try:
-        fired = _seconds_until(lambda: held.woken_by in _expected(held), started, FIRES_SECONDS, what=f"{held.name}: {held.woken_by} fires")
+        fired = _seconds_until(lambda: bool(_expected(held)), started, FIRES_SECONDS, what=f"{held.name}: {held.woken_by} fires")
+        known = _seconds_until(lambda: told.has_been_told(held.alert), time.monotonic(), TOLD_SECONDS, what=f"{held.name}: somebody is told")
     finally:
         held.end(engine)
     mended = time.monotonic()
     cleared = _seconds_until(lambda: not _expected(held), mended, CLEARS_SECONDS, what=f"{held.name}: {held.woken_by} clears")
-    return Woken(held, fired, cleared)
+    return Woken(held, fired, known, cleared)
 
 
 def _expected(held: Held) -> set[str]:
     """Return what fires, which nothing may but the alert that is waited for."""
     found = firing()
-    if others := found - {held.woken_by}:
+    if others := {alert for alert in found if not held.is_named_by(alert)}:
         raise StackError(f"{held.name}: {', '.join(sorted(others))} fired, where only {held.woken_by} should")
     return found
 
@@ -138,6 +171,7 @@ def write_report(woken: list[Woken], ledger: str, num_steps: int) -> None:
             "fault": one.held.name,
             "alert": one.held.woken_by,
             "fired after, s": f"{one.fired_seconds:.0f}",
+            "told after, s": f"{one.told_seconds:.0f}",
             "cleared after, s": f"{one.cleared_seconds:.0f}",
             "what went wrong": one.problem or "-",
         }
@@ -148,8 +182,8 @@ def write_report(woken: list[Woken], ledger: str, num_steps: int) -> None:
         title="Alerts in the running stack",
         question=QUESTION,
         command=shlex.join(["python", "-m", "stack.alerts", *sys.argv[1:]]),
-        conclusion=f"{len(woken)} faults in {num_steps} train steps; {sum(not one.problem for one in woken)} fired their alert and no other. "
-        "The run then went on to its goal, and the ledger is clean.",
+        conclusion=f"{len(woken)} faults in {num_steps} train steps; {sum(not one.problem for one in woken)} fired their alert and no other, and "
+        "somebody was told. The run then went on to its goal, and the ledger is clean.",
         rows=rows,
         data={"woken": rows, "ledger": ledger},
     )
@@ -162,11 +196,12 @@ def hold_all(chosen: list[Held]) -> None:
         StackError: An image, the start, an alert, the run or the ledger failed.
     """
     engine = open_engine()
-    provide_images(engine, Stopwatch())
-    run = FaultRun(engine)
-    run.start()
-    woken = [hold(engine, held) for held in chosen]
-    ledger = run.finish()
+    images = provide_images(engine, Stopwatch())
+    run = FaultRun(engine, images["light"])
+    with somebody_told(engine, RUN_FILES) as told:
+        run.start()
+        woken = [hold(engine, held, told) for held in chosen]
+        ledger = run.finish()
     print(ledger)
     write_report(woken, ledger, run.num_steps)
     if problems := [one.problem for one in woken if one.problem]:

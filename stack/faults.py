@@ -22,6 +22,7 @@ from relax_events.config import RunConfig, load_run_config
 from stack.engine import PROJECT, ROOT, Engine, exit_code_of, open_engine
 from stack.images import Stopwatch, provide_images
 from stack.run_watch import RunWatch
+from stack.volumes import VOLUME_OF, fill, free, write_small_volumes
 
 RUN_FILES = ROOT / ".relax" / "stack"
 RUN_FILE = "configs/faults.toml"
@@ -34,8 +35,9 @@ ENDLESS = 1_000_000
 STEPS_LEFT = 50
 NETWORK = f"{PROJECT}_default"
 QUESTION = f"""The quickstart's task in containers, and one fault after the other: a service is killed, frozen for {HELD_SECONDS:g} s, taken off the
-network for {HELD_SECONDS:g} s, stopped in peace and started again, or given two workers more for {SCALED_SECONDS:g} s. Seconds from the end of
-the fault to the first committed train step whose prompts were issued after it; what others hold ready is trained meanwhile."""
+network for {HELD_SECONDS:g} s, its volume is full for {HELD_SECONDS:g} s, it is stopped in peace and started again, or given two workers more for
+{SCALED_SECONDS:g} s. Seconds from the end of the fault to the first committed train step whose prompts were issued after it; what others hold
+ready is trained meanwhile."""
 WORKERS = ("controller", "metrics", "prompter", "rollout", "reward", "reference", "actor-forward", "advantage", "trainer")
 
 
@@ -83,17 +85,34 @@ def scale(engine: Engine, service: str) -> None:
         time.sleep(SCALED_SECONDS if num_workers > 1 else 0)
 
 
-FAULTS: dict[str, Callable[[Engine, str], None]] = {"kill": kill, "pause": pause, "disconnect": disconnect, "restart": restart, "scale": scale}
+def run_full(engine: Engine, service: str) -> None:
+    """Fill the volume that a service writes to, and free it after a while."""
+    fill(engine, VOLUME_OF[service])
+    try:
+        time.sleep(HELD_SECONDS)
+    finally:
+        free(engine, VOLUME_OF[service])
+
+
+FAULTS: dict[str, Callable[[Engine, str], None]] = {
+    "kill": kill, "pause": pause, "disconnect": disconnect, "restart": restart, "full": run_full, "scale": scale,
+}  # fmt: skip
 SCALED = ("rollout", "reward", "reference", "actor-forward", "advantage")
 """Roles that may have several workers."""
+
+
+def fits(fault: str, service: str) -> bool:
+    """Tell whether a service can have such a fault."""
+    return service in {"scale": SCALED, "full": VOLUME_OF}.get(fault, (service,))
 
 
 class FaultRun:
     """A run of the stack that goes on until it is given a goal."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, image: str) -> None:
         self._engine = engine
         self.config = self._write_goal(ENDLESS)
+        engine.overlays.append(write_small_volumes(RUN_FILES, image))
         engine.settings |= {"RUN_FILE": RUN_FILE, "RUN_FILES": str(RUN_FILES)}
         self._watch = RunWatch(engine)
 
@@ -180,10 +199,10 @@ def inject_all(services: Sequence[str], faults: Sequence[str]) -> None:
         StackError: An image, the start, the run or the ledger failed.
     """
     engine = open_engine()
-    provide_images(engine, Stopwatch())
-    run = FaultRun(engine)
+    images = provide_images(engine, Stopwatch())
+    run = FaultRun(engine, images["light"])
     run.start()
-    injected = [run.inject(fault, service) for service in services for fault in faults if fault != "scale" or service in SCALED]
+    injected = [run.inject(fault, service) for service in services for fault in faults if fits(fault, service)]
     ledger = run.finish()
     print(ledger)
     write_report(injected, ledger, run.num_steps)

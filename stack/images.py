@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ SUITE = "bookworm"
 CA_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 OURS = {"light": "LIGHT_IMAGE", "model": "MODEL_IMAGE"}
 OTHERS = {"kafka": "KAFKA_IMAGE", "prometheus": "PROMETHEUS_IMAGE", "alertmanager": "ALERTMANAGER_IMAGE"}
+DOCKERFILE = ROOT / "compose" / "Dockerfile"
 BUILD_SECONDS = 1800.0
 PULL_SECONDS = 300.0
 
@@ -68,8 +69,18 @@ def provide_images(engine: Engine, watch: Stopwatch) -> dict[str, str]:
         _provide(engine, names[target], partial(_build_standin, engine, target, names[target]), watch)
     for target in OURS:
         with watch.measure(f"build {names[target]}"):
-            _build(engine, ROOT, names[target], file=ROOT / "compose" / "Dockerfile", target=target)
+            _build(engine, ROOT, names[target], file=DOCKERFILE, target=target)
+    for target, name in further_targets(engine.overlays).items():
+        with watch.measure(f"build {name}"):
+            _build(engine, ROOT, name, file=DOCKERFILE, target=target)
     return names
+
+
+def further_targets(overlays: Iterable[Path]) -> dict[str, str]:
+    """Return the image of each target of our own Dockerfile that only these overlays ask for, by target."""
+    services = [service for file in overlays for service in yaml.safe_load(file.read_text())["services"].values()]
+    wanted = {service["build"]["target"]: default_of(service["image"]) for service in services if "target" in service.get("build", {})}
+    return {target: name for target, name in wanted.items() if target not in OURS}
 
 
 def _provide(engine: Engine, name: str, make: Callable[[], None], watch: Stopwatch) -> None:

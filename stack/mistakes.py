@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +28,16 @@ QUESTION = "A mistake in the stack's settings or surroundings, one command each,
 OVER_EXISTING, OVER_GPU = ROOT / "compose" / "existing-cluster.yml", ROOT / "compose" / "gpu.yml"
 PROJECT = "relax-mistakes"
 """Apart from a stack that is up."""
+CONTAINER_USER = 1000
 ONCE = ("run", "--rm", "--no-deps", "-T")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a command said when it failed, and after how many seconds."""
+
+    text: str
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -35,19 +46,20 @@ class Mistake:
 
     name: str
     says: str
-    make: Callable[[Engine, Path], str]
+    make: Callable[[Engine, Path], Refusal]
 
 
-def refused(engine: Engine, *words: str) -> str:
+def refused(engine: Engine, *words: str) -> Refusal:
     """Run a compose command that must fail, and return what it said.
 
     Raises:
         StackError: It did not.
     """
+    started = time.monotonic()
     try:
         engine.compose(*words, seconds=BOUND_SECONDS)
     except StackError as error:
-        return str(error).partition("\n")[2]  # without the command itself
+        return Refusal(str(error).partition("\n")[2], time.monotonic() - started)  # without the command itself
     raise StackError(f"{' '.join(words)} was accepted")
 
 
@@ -56,24 +68,24 @@ def with_more(engine: Engine, settings: dict[str, str], *overlays: Path) -> Engi
     return Engine(engine.host, {**engine.settings, **settings}, [*engine.overlays, *overlays])
 
 
-def a_port_is_taken(engine: Engine, folder: Path) -> str:
+def a_port_is_taken(engine: Engine, folder: Path) -> Refusal:
     """Start Prometheus where something listens already."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = {"PROMETHEUS_PORT": str(server.getsockname()[1])}
         return refused(with_more(engine, port), "up", "--detach", "--no-deps", "--force-recreate", "prometheus")
 
 
-def a_volume_is_read_only(engine: Engine, folder: Path) -> str:
+def a_volume_is_read_only(engine: Engine, folder: Path) -> Refusal:
     """Make the model where nothing can be written."""
     overlay = folder / "read-only.json"
     overlay.write_text(json.dumps({"services": {"model": {"volumes": [f"{folder}:/srv/relax/.relax:ro"]}}}))
     return refused(with_more(engine, {}, overlay), *ONCE, "model", "models", "prepare", RUN_FILE)
 
 
-def with_secrets(password: str | None, *, authority: str = "-----BEGIN CERTIFICATE-----") -> Callable[[Engine, Path], str]:
+def with_secrets(password: str | None, *, authority: str = "-----BEGIN CERTIFICATE-----") -> Callable[[Engine, Path], Refusal]:
     """Return a mistake with the secrets of an existing cluster; None is a password that is not there."""
 
-    def make(engine: Engine, folder: Path) -> str:
+    def make(engine: Engine, folder: Path) -> Refusal:
         files = {"BROKER_PASSWORD_FILE": folder / "password", "BROKER_CA_FILE": folder / "ca.pem"}
         if password is not None:
             files["BROKER_PASSWORD_FILE"].write_text(password)
@@ -86,6 +98,23 @@ def with_secrets(password: str | None, *, authority: str = "-----BEGIN CERTIFICA
     return make
 
 
+def a_password_is_wrong(engine: Engine, folder: Path) -> Refusal:
+    """Ask a secured broker with a password that is not the user's."""
+    security = folder / "security"
+    command = [sys.executable, "-m", "relax_events.cli", "broker", "secure", str(ROOT / RUN_FILE), "--out", str(security), "--hosts", "kafka"]
+    subprocess.run(command, check=True, timeout=BOUND_SECONDS, stdout=subprocess.DEVNULL)
+    for path in (security, *security.rglob("*")):
+        os.chown(path, CONTAINER_USER, CONTAINER_USER)
+    secured = with_more(engine, {"COMPOSE_PROJECT_NAME": f"{PROJECT}-secured"}, *security.glob("compose/*.json"))
+    try:
+        secured.compose("run", "--rm", "-T", "topics")
+        (file,) = security.glob("secrets/*.operator")
+        file.write_text("not the password")
+        return refused(secured, *ONCE, "relax", "topics", "plan", RUN_FILE)
+    finally:
+        secured.compose("down", "--volumes")
+
+
 MISTAKES = (
     Mistake("port taken", r"(address already in use|port is already allocated)", a_port_is_taken),
     Mistake("secret missing", r"password", with_secrets(None)),
@@ -95,6 +124,7 @@ MISTAKES = (
         r"broker\.ca_file: /run/secrets/broker_ca holds no certificate; give the PEM file",
         with_secrets("a password", authority="-"),
     ),
+    Mistake("password wrong", r"error: .*password", a_password_is_wrong),
     Mistake(
         "no broker",
         r"no broker answered at kafka-9:9092 within .*; start it, or set broker\.bootstrap_servers",
@@ -152,14 +182,12 @@ def make_all() -> None:
 def _made(engine: Engine, mistake: Mistake) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
-        started = time.monotonic()
-        told = mistake.make(engine, Path(folder))
-    line = next((line for line in told.splitlines() if re.search(mistake.says, line)), None)
+        refusal = mistake.make(engine, Path(folder))
+    line = next((line for line in refusal.text.splitlines() if re.search(mistake.says, line)), None)
     if line is None:
-        raise StackError(f"{mistake.name}: nothing said matches {mistake.says!r}:\n{told}")
-    seconds = f"{time.monotonic() - started:.1f}"
-    print(f"{mistake.name:<36}{seconds:>6} s  {line.strip()}", flush=True)
-    return {"mistake": mistake.name, "what it says": line.strip().replace(folder, "FOLDER"), "seconds": seconds}
+        raise StackError(f"{mistake.name}: nothing said matches {mistake.says!r}:\n{refusal.text}")
+    print(f"{mistake.name:<36}{refusal.seconds:6.1f} s  {line.strip()}", flush=True)
+    return {"mistake": mistake.name, "what it says": line.strip().replace(folder, "FOLDER"), "seconds": f"{refusal.seconds:.1f}"}
 
 
 def main() -> int:

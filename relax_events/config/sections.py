@@ -118,9 +118,9 @@ class TelemetryConfig(Section):
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the same; 0 takes a free one and logs it. Above 0 it is that of the first worker on a machine: `relax run` gives the
     others the ports behind it, and so do the ranks of a trainer."""
-    trackers: tuple[str, ...] = ()
-    """Where the metrics role writes figures besides the run's folder: `tensorboard`, `wandb`, `clearml`, `mlflow` (extras of these names), or
-    one's own as `path/to/file.py:Class`."""
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """Where the metrics role writes figures besides `metrics.jsonl`: `tensorboard`, `wandb`, `clearml`, `mlflow` (the last three are extras of
+    these names), or one's own as `path/to/file.py:Class`."""
     notice_urls_file: Path | None = None
     """File with the Apprise URLs that are told of the run's start, end, failures and recoveries, one a line (extra `notices`); they are
     secrets. In the environment `RELAX_NOTICE_URLS`."""
@@ -132,7 +132,7 @@ class TelemetryConfig(Section):
     def _tells_what_became_of_tensorboard(cls, given: Any) -> Any:
         if isinstance(given, dict) and "tensorboard" in given:
             if given["tensorboard"]:
-                raise ValueError("tensorboard is one of several trackers now; set telemetry.trackers = ['tensorboard']")
+                raise ValueError("tensorboard is one of several trackers now, and the default of telemetry.trackers")
             return {name: value for name, value in given.items() if name != "tensorboard"}  # as the logs of earlier releases say
         return given
 

@@ -15,6 +15,7 @@ import yaml
 from relax_events.cli.app import app
 from relax_events.config import BrokerConfig, WorkersConfig, load_run_config
 from relax_events.plugins import ROLES
+from stack.images import further_targets
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "compose"
@@ -79,10 +80,10 @@ def test_worker_starts_after_topics_and_model_and_again_when_it_dies(name: str) 
 def test_image_asks_the_worker_how_it_is_runs_as_nobody_special_and_hands_signals_on() -> None:
     text = (COMPOSE / "Dockerfile").read_text()
     stages = re.findall(r"^FROM \S+ AS (\S+)$", text, re.MULTILINE)
-    assert {service["build"]["target"] for service in OURS.values()} == {"light", "model"} <= set(stages)
+    assert {service["build"]["target"] for service in OURS.values()} == {"light", "model"} < set(stages)
     assert re.search(r'^USER relax\b.*^ENTRYPOINT \["relax"\]$', text, re.MULTILINE | re.DOTALL)
     assert re.search(r'^HEALTHCHECK .* CMD \["relax", "health"\]$', text, re.MULTILINE)
-    assert text.count("--require-hashes") == 2
+    assert text.count("--require-hashes") == 3
 
 
 def test_roles_of_the_light_image_load_no_model_library() -> None:
@@ -128,6 +129,26 @@ def test_alerts_are_gathered_alike_whether_they_are_sent_or_not() -> None:
     assert silent == sending
     service = yaml.safe_load((COMPOSE / "notices.yml").read_text())["services"]["notices"]
     assert (webhook["url"], service["command"][:2]) == ("http://notices:9095/", ["alerts", "forward"])
+
+
+def test_trackers_are_packages_of_one_image_and_secrets_of_one_service() -> None:
+    overlay = yaml.safe_load((COMPOSE / "trackers.yml").read_text())["services"]
+    assert overlay.keys() == {"metrics"}
+    service = overlay["metrics"]
+    default = DEFAULT.sub(r"\1", service["environment"]["RELAX_TELEMETRY__TRACKERS"])
+    environment = {"RELAX_TELEMETRY__TRACKERS": default}
+    assert load_run_config(ROOT / "configs" / "quickstart.toml", environment=environment).telemetry.trackers == ("tensorboard", "wandb")
+    packages = {pin.partition("==")[0] for pin in pins("trackers.txt") - pins("light.txt")}
+    assert {"wandb", "clearml", "mlflow-skinny"} <= packages
+    assert further_targets([COMPOSE / "trackers.yml"]) == {"trackers": "relax-events:trackers"}
+    assert f"FROM runtime AS {service['build']['target']}\n" in (COMPOSE / "Dockerfile").read_text()
+
+
+def test_console_may_only_look_and_is_served_to_this_machine_alone() -> None:
+    service = yaml.safe_load((COMPOSE / "console.yml").read_text())["services"]["console"]
+    assert service["environment"]["KAFKA_CLUSTERS_0_READONLY"] == "true"
+    assert service["environment"]["KAFKA_CLUSTERS_0_BOOTSTRAPSERVERS"] == STACK["x-environment"]["RELAX_BROKER__BOOTSTRAP_SERVERS"]
+    assert [port.startswith("127.0.0.1:") for port in service["ports"]] == [True]
 
 
 def test_cluster_of_three_keeps_every_record_three_times() -> None:

@@ -109,7 +109,7 @@ def test_object_store_lies_in_the_run_directory_when_not_set(run_file: Path, tmp
         ("engine.sampling.top_p=1.5", "engine.sampling.top_p must be <= 1, got 1.5; set engine.sampling.top_p"),
         ("run.mode=both", "run.mode must be 'sync' or 'async', got 'both'; set run.mode"),
         ("run.num_steps=many", "run.num_steps must be an integer, got 'many'; set run.num_steps"),
-        ("telemetry.tensorboard=true", "telemetry: tensorboard is one of several trackers now; set telemetry.trackers = ['tensorboard']"),
+        ("telemetry.tensorboard=true", "telemetry: tensorboard is one of several trackers now, and the default of telemetry.trackers"),
         ("run.id=Not_Allowed", "run.id must match '^[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?$', got 'Not_Allowed'; set run.id"),
         ("model.tiny.hidden_size=33", "model.tiny.hidden_size must be a multiple of 32, got 33; set model.tiny.hidden_size"),
         ("run.max_stalenes=1", "unknown key run.max_stalenes; did you mean run.max_staleness?"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
@@ -133,11 +134,8 @@ def fed(config: RunConfig, *steps: int) -> list[str]:
     return errors
 
 
-def test_tensorboard_shows_each_step_once_after_a_restart_and_needs_no_torch(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    config = with_trackers(tmp_path, "tensorboard")
+def test_tensorboard_is_the_default_and_shows_each_step_once_after_a_restart(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
     assert fed(config, 0, 1) == fed(config, 0, 1, 2) == []
     shown: Any = EventAccumulator(str(config.run_directory / "tensorboard")).Reload()
     assert [(point.step, point.value) for point in shown.Scalars("train/reward_mean")] == [(0, 0.0), (1, 1.0), (2, 2.0)]
