@@ -45,14 +45,14 @@ class MetricsLoop:
         self._desk = NoticeDesk(worker.config.run.id)
 
     def run(self) -> None:
-        """Write until the drain starts."""
+        """Write until the drain starts, and then what came before it: the end of a run is news as well."""
         worker = self._worker
         worker.drain.on_start(lambda: self._inbox.put(None))
         worker.follow(self._inbox.put)
         path = worker.config.run_directory / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb", buffering=0) as file:
-            while not worker.drain.requested:
+            while True:
                 started = time.monotonic()
                 try:
                     event = self._inbox.get(timeout=IDLE_SECONDS)
@@ -64,6 +64,8 @@ class MetricsLoop:
                     file.write(orjson.dumps(line) + b"\n")
                     worker.finished(1, started)
                 worker.tick(working=event is not None)
+                if event is None and worker.drain.requested:
+                    break
         self._close_feeds()
 
     def _tell(self, event: Event | None) -> None:

@@ -100,11 +100,11 @@ class Worker(AbstractContextManager["Worker"]):
         log.info("worker.stopped", num_processed=self.beats.num_processed)
 
     def follow(self, *listeners: Listener) -> None:
-        """Start following control; a stop or drain that is meant for us starts the drain.
+        """Start following control; a stop or drain that is meant for us starts the drain, after the listeners have heard of it.
 
         A restart ends this process at once, as a kill would: whoever started it starts it again.
         """
-        self.control.start(self._obey, *listeners)
+        self.control.start(*listeners, self._obey)
 
     def reads(self, reader: Reader) -> None:
         """Have the lag of the role's input told with every beat, from now on."""

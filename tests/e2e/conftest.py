@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import uuid
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from command_line import PROMPTS, SPREAD_REWARD, Finished, FinishedRun, Relax, call_relax, run_file_text, write_rows
 
 from relax_events.config import load_run_config
+from stack.told import Told
 
 
 @pytest.fixture
@@ -73,10 +75,16 @@ def finished_run(prepared: Path, bootstrap_servers: str, tmp_path_factory: pytes
     The first test that asks waits for it, so all that ask need `pytest.mark.timeout(300)`.
     """
     folder = tmp_path_factory.mktemp("finished")
-    run_file = folder / "run.toml"
+    run_file, notice_urls = folder / "run.toml", folder / "notice_urls"
     more = f'directory = "{folder / ".relax"}"'
     text = run_file_text(prepared, f"t-{uuid.uuid4().hex[:12]}", more=more)
-    run_file.write_text(f'{text}\n[broker]\nbootstrap_servers = "{bootstrap_servers}"\n')
-    ended = call_relax("run", run_file, cwd=folder, timeout_seconds=200)
+    telling = f'[telemetry]\nnotice_urls_file = "{notice_urls}"'
+    run_file.write_text(f'{text}\n{telling}\n[broker]\nbootstrap_servers = "{bootstrap_servers}"\n')
+    with Told() as told:
+        threading.Thread(target=told.serve_forever, daemon=True).start()
+        notice_urls.write_text(f"json://127.0.0.1:{told.server_port}/\n")
+        ended = call_relax("run", run_file, cwd=folder, timeout_seconds=200)
+        told.shutdown()
+    (folder / "told").write_text("\n".join(told.titles))
     assert ended.code == 0, ended.err
     return FinishedRun(run_file, load_run_config(run_file, environment={}))
