@@ -1,6 +1,22 @@
 """Runs every benchmark: `python -m benchmarks`."""
 
-from benchmarks import bus, codec, curves, footprint, kernels, log_size, rewards, scrape, shared_prompts, skip, sync_async, trl, weights, workloads
+from benchmarks import (
+    bus,
+    codec,
+    curves,
+    footprint,
+    kernels,
+    log_size,
+    rewards,
+    scrape,
+    shared_prompts,
+    skip,
+    sync_async,
+    trl,
+    weight_changes,
+    weights,
+    workloads,
+)
 
 codec.main()
 rewards.main()
@@ -13,6 +29,7 @@ log_size.main()
 scrape.main()
 sync_async.main()
 weights.main()
+weight_changes.main()
 trl.main()
 curves.main()
 workloads.main()

@@ -102,7 +102,7 @@ def a_password_is_wrong(engine: Engine, folder: Path) -> Refusal:
     """Ask a secured broker with a password that is not the user's."""
     security = folder / "security"
     command = [sys.executable, "-m", "relax_events.cli", "broker", "secure", str(ROOT / RUN_FILE), "--out", str(security), "--hosts", "kafka"]
-    subprocess.run(command, check=True, timeout=BOUND_SECONDS, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, timeout=BOUND_SECONDS, capture_output=True)
     for path in (security, *security.rglob("*")):
         os.chown(path, CONTAINER_USER, CONTAINER_USER)
     secured = with_more(engine, {"COMPOSE_PROJECT_NAME": f"{PROJECT}-secured"}, *security.glob("compose/*.json"))
@@ -124,7 +124,7 @@ MISTAKES = (
         r"broker\.ca_file: /run/secrets/broker_ca holds no certificate; give the PEM file",
         with_secrets("a password", authority="-"),
     ),
-    Mistake("password wrong", r"error: .*password", a_password_is_wrong),
+    Mistake("password wrong", r"user .relax\.quickstart\.operator. was not let in; .* or knows another password", a_password_is_wrong),
     Mistake(
         "no broker",
         r"no broker answered at kafka-9:9092 within .*; start it, or set broker\.bootstrap_servers",

@@ -25,7 +25,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     store = open_store(config)
     with open_worker("actor-forward", config, index=index, store=store) as worker:
         scorer = open_scorer(worker)
-        versions = VersionedWeights(worker, scorer, StoreTransport(store))
+        versions = VersionedWeights(worker, scorer, StoreTransport(store, full_every=config.weights.full_every))
         evaluate = Evaluating(worker, scorer, evaluator="actor", topic="actor.logprobs", use_version=versions.use)
         MapRole(worker, evaluate, max_tokens=config.trainer.max_tokens_per_micro_batch, listeners=(versions.note,)).run()
 

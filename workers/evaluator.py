@@ -48,7 +48,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         worker = stack.enter_context(open_worker("evaluator", config, index=index, store=store, follow=("control.evaluations",), linger_ms=0))
         engine = open_engine(config, name=config.engine.name)
         stack.callback(engine.close)
-        EvaluatorLoop(worker, engine, StoreTransport(store), sources=sources, rewards=rewards).run()
+        EvaluatorLoop(worker, engine, StoreTransport(store, full_every=config.weights.full_every), sources=sources, rewards=rewards).run()
 
 
 class EvaluatorLoop:

@@ -17,6 +17,9 @@ class WeightsConfig(Section):
     who was not there, or did not get a version whole and in time, takes it from the store."""
     overlap: bool = False
     """Write a version, and commit the step that made it, while the next step is trained; else the trainer waits for the store."""
+    full_every: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Every so many versions the store gets all values, and in between only those that have changed since the version before; 1 writes all of
+    them always. For weights of 16 bits, where a step changes few values. Costs a copy of the weights in the memory of each who writes or reads."""
     host: str = "127.0.0.1"
     """Address of the trainer's machine, on which it listens for engines; the workers of other machines need one that they can reach."""
     bucket_bytes: Annotated[int, Field(ge=64, multiple_of=64)] = 16 * 1024 * 1024

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
+def newest_beside(oldest_wanted: int, *, full_every: int) -> int:
+    """Return the newest version that can go while one is wanted: it is read on top of the last one that was written whole."""
+    return oldest_wanted - oldest_wanted % full_every - 1
+
+
 @dataclass(frozen=True, slots=True)
 class TrainedStep:
     """A step that is trained, as its record will tell it."""
@@ -137,14 +142,16 @@ class StepPublisher:
 
     def _forget_old(self, step: TrainStepCommitted) -> None:
         """Delete what the step just committed made superfluous: weights that no engine can want, checkpoints but the newest."""
-        if (unwanted := self._newest_unwanted(step.policy_version)) > 0:
-            delete_weights(self._store, unwanted)
+        newest, before = self._newest_unwanted(step.policy_version), self._newest_unwanted(step.policy_version - 1)
+        delete_weights(self._store, *range(max(before, 0) + 1, newest + 1))
         if step.checkpoint is not None and step.checkpoint != self._pruned_to:
             self._pruned_to = step.checkpoint
             self._checkpoints.prune(step.checkpoint)
 
     def _newest_unwanted(self, version: int) -> int:
-        return version - max(2 * self._worker.plan.num_slots, self._worker.config.run.retain_versions)
+        """Return the newest version that nobody wants, nor the changes that others made to it."""
+        oldest_wanted = version - max(2 * self._worker.plan.num_slots, self._worker.config.run.retain_versions) + 1
+        return newest_beside(oldest_wanted, full_every=self._worker.config.weights.full_every)
 
     def close(self) -> None:
         """Leave nothing open; what is not committed by now will be trained again."""

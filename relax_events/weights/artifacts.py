@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from hashlib import sha256
 
 import safetensors.torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from relax_events.events.parts import ObjectRef
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.failpoints import failpoint
-from relax_events.weights.manifest import TensorEntry, WeightManifest, tensor_header
+from relax_events.weights.changes import POSITIONS, VALUES, changes_of
+from relax_events.weights.manifest import Base, TensorEntry, WeightManifest, tensor_header
 
 PREFIX = "weights/"
 MAX_FILE_BYTES = 1024**3
@@ -33,8 +35,22 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> bytes:
     return digest.digest()
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A version that was written, with a copy of its tensors on the CPU: what the next one may be written as changes of."""
+
+    base: Base
+    tensors: Mapping[str, Tensor]
+
+
 def write_weights(
-    store: ObjectStore, tensors: Mapping[str, Tensor], *, policy_version: int, model_type: str = "", max_file_bytes: int = MAX_FILE_BYTES
+    store: ObjectStore,
+    tensors: Mapping[str, Tensor],
+    *,
+    policy_version: int,
+    model_type: str = "",
+    max_file_bytes: int = MAX_FILE_BYTES,
+    former: Written | None = None,
 ) -> tuple[ObjectRef, bytes]:
     """Write an artifact; return where its manifest lies, and the weights' digest.
 
@@ -46,19 +62,39 @@ def write_weights(
         policy_version: The version that these weights are.
         model_type: As in the model's config; for people.
         max_file_bytes: Size at which a file is full.
+        former: A version to which only the changes are written, tensor by tensor, where they are smaller. Who reads them needs it as well.
     Raises:
         ObjectError: The store failed; no manifest was written.
     """
     digest = weights_digest(tensors)
     files: list[ObjectRef] = []
     entries: list[TensorEntry] = []
+    changed: set[str] = set()
     for names in file_shares(tensors, max_file_bytes=max_file_bytes):
         entries += [TensorEntry(name, dtype_name(tensors[name]), tuple(tensors[name].shape), len(files)) for name in names]
-        data = safetensors.torch.save({name: _plain(tensors[name]) for name in names})
+        stored: dict[str, Tensor] = {}
+        for name in names:
+            changes = _changes(former, name, tensors[name])
+            stored |= {name: _plain(tensors[name])} if changes is None else {name + POSITIONS: changes[0], name + VALUES: changes[1]}
+            changed |= set() if changes is None else {name}
+        data = safetensors.torch.save(stored)
         files.append(store.put_at(f"{_folder(policy_version)}{sha256(data).hexdigest()[:16]}.safetensors", data))
     failpoint("weights.before_manifest")
-    manifest = WeightManifest(policy_version, model_type, digest, tuple(files), tuple(entries)).to_json()
+    base = former.base if former is not None and changed else None
+    manifest = WeightManifest(policy_version, model_type, digest, tuple(files), tuple(entries), base, frozenset(changed)).to_json()
     return store.put_at(f"{_folder(policy_version)}manifest-{sha256(manifest).hexdigest()[:16]}.json", manifest), digest
+
+
+def _changes(former: Written | None, name: str, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
+    old = former.tensors.get(name) if former is not None else None
+    if old is None or (old.dtype, old.shape) != (tensor.dtype, tensor.shape):
+        return None
+    return changes_of(old, tensor.detach().to("cpu"))
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors to the CPU."""
+    return {name: _plain(tensor) for name, tensor in tensors.items()}
 
 
 def delete_weights(store: ObjectStore, *policy_versions: int) -> None:

@@ -13,7 +13,8 @@ from relax_events.events.parts import ObjectRef
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMAT = 1
+FORMAT, FORMAT_ON_A_BASE = 1, 2
+"""Releases that know only the first one refuse the second by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +39,39 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class Base:
+    """The version that an artifact's changes are to be made to: its manifest, and the digest of its weights."""
+
+    manifest: ObjectRef
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """An artifact's table of contents. It is written last, so whoever holds it knows that all files are there."""
+    """An artifact's table of contents. It is written last, so whoever holds it knows that all files are there.
+
+    Attributes:
+        digest: Of all weights, whole, as `artifacts.weights_digest` takes it.
+        base: None for an artifact that stands alone.
+        changed: Names of the tensors of which the files hold the changes to the base's.
+    """
 
     policy_version: int
     model_type: str
     digest: bytes
     files: tuple[ObjectRef, ...]
     tensors: tuple[TensorEntry, ...]
+    base: Base | None = None
+    changed: frozenset[str] = frozenset()
 
     def to_json(self) -> bytes:
         """Give the manifest as JSON, the same bytes for the same manifest."""
-        files = [{"uri": file.uri, "digest": file.digest.hex(), "num_bytes": file.num_bytes} for file in self.files]
-        value = {"format": FORMAT, "policy_version": self.policy_version, "model_type": self.model_type, "digest": self.digest.hex(), "files": files}
+        number = FORMAT if self.base is None else FORMAT_ON_A_BASE
+        files = [_reference_value(file) for file in self.files]
+        value = {"format": number, "policy_version": self.policy_version, "model_type": self.model_type, "digest": self.digest.hex(), "files": files}
+        if self.base is not None:
+            value["base"] = _reference_value(self.base.manifest) | {"weights_digest": self.base.digest.hex()}
+            value["changed"] = sorted(self.changed)
         return json.dumps(value | {"tensors": [asdict(tensor) for tensor in self.tensors]}, indent=1).encode()
 
     @classmethod
@@ -62,11 +83,14 @@ class WeightManifest:
         """
         try:
             value: dict[str, Any] = json.loads(data)
-            if value["format"] != FORMAT:
-                raise WeightsError(f"weight manifest has format {value['format']!r}, this release reads {FORMAT}; use the release that wrote it")
-            files = tuple(ObjectRef(file["uri"], bytes.fromhex(file["digest"]), file["num_bytes"]) for file in value["files"])
+            if value["format"] not in (FORMAT, FORMAT_ON_A_BASE):
+                known = f"{FORMAT} and {FORMAT_ON_A_BASE}"
+                raise WeightsError(f"weight manifest has format {value['format']!r}, this release reads {known}; use the release that wrote it")
+            files = tuple(_reference(file) for file in value["files"])
+            base = Base(_reference(value["base"]), bytes.fromhex(value["base"]["weights_digest"])) if value["format"] != FORMAT else None
             tensors = tuple(TensorEntry(item["name"], item["dtype"], tuple(item["shape"]), item["file"]) for item in value["tensors"])
-            return cls(value["policy_version"], value["model_type"], bytes.fromhex(value["digest"]), files, tensors)
+            changed = frozenset(value.get("changed", ()))
+            return cls(value["policy_version"], value["model_type"], bytes.fromhex(value["digest"]), files, tensors, base, changed)
         except (ValueError, KeyError, TypeError) as error:
             raise WeightsError(f"weight manifest can't be read: {type(error).__name__}: {error}") from error
 
@@ -74,3 +98,11 @@ class WeightManifest:
 def tensor_header(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
     """Give what stands before a tensor's values where the digest of weights is taken."""
     return f"{name}\0{dtype}\0{list(shape)}\0".encode()
+
+
+def _reference_value(reference: ObjectRef) -> dict[str, Any]:
+    return {"uri": reference.uri, "digest": reference.digest.hex(), "num_bytes": reference.num_bytes}
+
+
+def _reference(value: Mapping[str, Any]) -> ObjectRef:
+    return ObjectRef(value["uri"], bytes.fromhex(value["digest"]), value["num_bytes"])

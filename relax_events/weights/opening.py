@@ -16,7 +16,7 @@ def open_sending(worker: Worker, store: ObjectStore) -> WeightsTransport:
     """
     config = worker.config.weights
     if config.transport == "store":
-        return StoreTransport(store)
+        return StoreTransport(store, full_every=config.full_every)
     from relax_events.weights.broadcast.sender import Broadcaster
     from relax_events.weights.broadcast.transports import SendingTransport
 
@@ -34,7 +34,7 @@ def open_receiving(worker: Worker, store: ObjectStore) -> WeightsTransport:
     if not config.algorithm.has_rewards:
         return VersionsOnly()
     if config.weights.transport == "store":
-        return StoreTransport(store)
+        return StoreTransport(store, full_every=config.weights.full_every)
     from relax_events.weights.broadcast.receiver import Receiver
     from relax_events.weights.broadcast.transports import ReceivingTransport
 

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from safetensors import SafetensorError, deserialize
 
 from relax_events.errors import ObjectError, WeightsError
 from relax_events.events.parts import ObjectRef
 from relax_events.objects import ObjectStore
+from relax_events.weights.changes import POSITIONS, VALUES, changed
 from relax_events.weights.manifest import TensorEntry, WeightManifest, Weights, tensor_header
 
 if TYPE_CHECKING:
@@ -38,43 +40,94 @@ class RawTensors(Mapping[str, "Tensor"]):
     """Tensors by name, each made when it is asked for, on the bytes that were read: nothing is copied."""
 
     def __init__(self, raw: Mapping[str, RawTensor]) -> None:
-        self._raw = raw
+        self.raw = raw
 
     def __getitem__(self, name: str) -> Tensor:
         import torch
 
-        raw = self._raw[name]
+        raw = self.raw[name]
         dtype = getattr(torch, raw.dtype)
         return torch.frombuffer(raw.data, dtype=dtype).reshape(raw.shape) if raw.data else torch.empty(raw.shape, dtype=dtype)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._raw)
+        return iter(self.raw)
 
     def __len__(self) -> int:
-        return len(self._raw)
+        return len(self.raw)
 
 
-def read_weights(store: ObjectStore, reference: ObjectRef) -> Weights:
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Weights that were read before, and that nobody has changed."""
+
+    digest: bytes
+    tensors: RawTensors
+
+
+def read_weights(store: ObjectStore, reference: ObjectRef, *, held: Held | None = None) -> Weights:
     """Read an artifact, and hand out its tensors only when every digest, name, dtype and shape agrees.
 
     Args:
         store: The store that holds it.
         reference: Of the manifest.
+        held: An artifact that holds the changes to these is read on top of them; else what it is based on is read as well.
     Raises:
         WeightsError: An object is missing, unreadable or altered, or does not hold what the manifest says; the text names it.
     """
     try:
-        manifest = WeightManifest.from_json(store.get(reference))
-        tensors: dict[str, RawTensor] = {}
-        for number, file in enumerate(manifest.files):
-            loaded = {name: _raw_tensor(fields) for name, fields in _deserialize(store.get(file))}
-            _check_file(file.uri, loaded, [entry for entry in manifest.tensors if entry.file == number])
-            tensors |= loaded
+        chain = _chain(store, reference, held)
+        tensors: Mapping[str, RawTensor] = held.tensors.raw if held is not None and chain[0].base is not None else {}
+        for manifest in chain:
+            tensors = _read_on(store, manifest, tensors)
     except (ObjectError, WeightsError, SafetensorError) as error:
         raise WeightsError(f"weights {reference.uri} can't be used: {error}") from error
-    if (seen := _raw_digest(tensors)) != manifest.digest:
-        raise WeightsError(f"weights {reference.uri} can't be used: their digest must be {manifest.digest.hex()}, got {seen.hex()}")
-    return Weights(manifest.policy_version, RawTensors(tensors), manifest.digest)
+    newest = chain[-1]
+    if (seen := _raw_digest(tensors)) != newest.digest:
+        raise WeightsError(f"weights {reference.uri} can't be used: their digest must be {newest.digest.hex()}, got {seen.hex()}")
+    return Weights(newest.policy_version, RawTensors(tensors), newest.digest)
+
+
+def _chain(store: ObjectStore, reference: ObjectRef, held: Held | None) -> list[WeightManifest]:
+    """Return the manifests that have to be read one on top of the other, the oldest first.
+
+    Raises:
+        ObjectError: One is gone.
+        WeightsError: One is unreadable, or they lead back for ever.
+    """
+    chain = [WeightManifest.from_json(store.get(reference))]
+    while (base := chain[0].base) is not None and not (held is not None and held.digest == base.digest):
+        older = WeightManifest.from_json(store.get(base.manifest))
+        if older.policy_version >= chain[0].policy_version:
+            raise WeightsError(f"policy version {chain[0].policy_version} is based on version {older.policy_version}, which is no older one")
+        chain.insert(0, older)
+    return chain
+
+
+def _read_on(store: ObjectStore, manifest: WeightManifest, tensors: Mapping[str, RawTensor]) -> dict[str, RawTensor]:
+    """Return the tensors of a manifest, read on top of those of its base.
+
+    Raises:
+        ObjectError: A file is gone or altered.
+        WeightsError: A file does not hold what the manifest says.
+    """
+    read: dict[str, RawTensor] = {}
+    for number, file in enumerate(manifest.files):
+        loaded = {name: _raw_tensor(fields) for name, fields in _deserialize(store.get(file))}
+        entries = [entry for entry in manifest.tensors if entry.file == number]
+        for entry in entries:
+            if entry.name in manifest.changed:
+                loaded[entry.name] = _changed(entry, tensors, loaded.pop(entry.name + POSITIONS, None), loaded.pop(entry.name + VALUES, None))
+        _check_file(file.uri, loaded, entries)
+        read |= loaded
+    return read
+
+
+def _changed(entry: TensorEntry, tensors: Mapping[str, RawTensor], positions: RawTensor | None, values: RawTensor | None) -> RawTensor:
+    old = tensors.get(entry.name)
+    if old is None or positions is None or values is None or positions.dtype not in ("int32", "int64"):
+        raise WeightsError(f"{entry.name} can't be changed: its positions, its values or what they are to be put into are missing")
+    places = np.frombuffer(positions.data, dtype=positions.dtype)
+    return RawTensor(old.dtype, old.shape, changed(entry.name, old.data, places, values.data))
 
 
 def _deserialize(data: bytes) -> list[tuple[str, dict[str, Any]]]:

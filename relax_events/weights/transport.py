@@ -9,15 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
+import structlog
+
 from relax_events.errors import WeightsError
 from relax_events.events.parts import ObjectRef
 from relax_events.events.types import Event, PolicyVersionPublished
 from relax_events.objects import ObjectStore
-from relax_events.weights.manifest import Weights
-from relax_events.weights.reading import read_weights
+from relax_events.weights.manifest import Base, Weights
+from relax_events.weights.reading import Held, RawTensors, read_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from relax_events.weights.artifacts import Written
+
+log = structlog.get_logger()
 
 
 class WeightsTransport(Protocol):
@@ -86,14 +92,26 @@ class StoreTransport:
 
     name = "store"
 
-    def __init__(self, store: ObjectStore) -> None:
-        self._store = store
+    def __init__(self, store: ObjectStore, *, full_every: int = 1) -> None:
+        """Open either side.
+
+        Args:
+            store: The run's.
+            full_every: As `weights.full_every`. Above 1 a copy of the newest version is kept, on both sides.
+        """
+        self._store, self._full_every = store, full_every
+        self._written: Written | None = None
+        self._held: Held | None = None
 
     def publish(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> tuple[ObjectRef, bytes]:
         """See `WeightsTransport.publish`."""
-        from relax_events.weights.artifacts import write_weights  # which loads torch: readers stay light
+        from relax_events.weights.artifacts import Written, copied, write_weights  # which loads torch: readers stay light
 
-        return write_weights(self._store, tensors, policy_version=policy_version)
+        former = self._written if policy_version % self._full_every else None
+        reference, digest = write_weights(self._store, tensors, policy_version=policy_version, former=former)
+        if self._full_every > 1:
+            self._written = Written(Base(reference, digest), copied(tensors))
+        return reference, digest
 
     def is_coming(self, published: PolicyVersionPublished) -> bool:
         """Return False: what is announced is in the store."""
@@ -101,11 +119,24 @@ class StoreTransport:
 
     def fetch(self, published: PolicyVersionPublished) -> Weights:
         """See `WeightsTransport.fetch`."""
-        weights = read_weights(self._store, published.artifact)
+        weights = self._read(published.artifact)
         if weights.policy_version != published.policy_version:
             raise WeightsError(
                 f"{published.artifact.uri} was announced as policy version {published.policy_version}, it holds {weights.policy_version}"
             )
+        return weights
+
+    def _read(self, reference: ObjectRef) -> Weights:
+        held, self._held = self._held, None
+        try:
+            weights = read_weights(self._store, reference, held=held)
+        except WeightsError as error:
+            if held is None:
+                raise
+            log.warning("weights.read_again", error=str(error))  # without what we held, which may be what is wrong
+            weights = read_weights(self._store, reference)
+        if self._full_every > 1 and isinstance(weights.tensors, RawTensors):
+            self._held = Held(weights.digest, weights.tensors)
         return weights
 
     def follow(self, wake: Callable[[], None]) -> Callable[[Event], None]:

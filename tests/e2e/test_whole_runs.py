@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from command_line import Relax, log_of, report_of, write_rows
 
@@ -109,12 +110,17 @@ def test_uniform_prompt_groups_are_filtered_and_replaced(relax: Relax, run_file:
         bootstrap_servers,
         f"run.id={run_id}",
         "run.on_new_version=restart",
+        "model.dtype=bfloat16",
+        "weights.full_every=2",
+        "trainer.learning_rate=1e-6",
         "algorithm.filter_uniform_rewards=true",
         f"reward.function={tmp_path / 'judge.py'}:judged",
     )
     assert report["outcomes"]["filtered"] >= 1
     assert report["outcomes"]["failed"] == 0
     assert report["outcomes"]["issued"] >= report["outcomes"]["trained"] + report["outcomes"]["filtered"]
+    manifests = [orjson.loads(path.read_bytes()) for path in sorted(run_file.parent.glob(f"**/{run_id}/objects/weights/*/manifest-*.json"))]
+    assert [manifest["policy_version"] for manifest in manifests if manifest["format"] == 2] == [1, 3], "the changes of every other step"
 
 
 @pytest.mark.long

@@ -23,7 +23,7 @@ class SendingTransport(StoreTransport):
     """The trainer's side; see `WeightsTransport`."""
 
     def __init__(self, store: ObjectStore, broadcaster: Broadcaster) -> None:
-        super().__init__(store)
+        super().__init__(store, full_every=broadcaster.config.full_every)
         self.name, self._broadcaster = broadcaster.config.transport, broadcaster
 
     def publish(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> tuple[ObjectRef, bytes]:
