@@ -7,6 +7,7 @@ it clears once the fault is over. At the end the run is brought to its goal and 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shlex
 import sys
@@ -165,9 +166,11 @@ def _seconds_until(condition: Callable[[], bool], started: float, bound: float, 
 
 
 def write_report(woken: list[Woken], ledger: str, num_steps: int) -> None:
-    """Write docs/benchmarks/stack-alerts.md."""
-    rows = [
-        {
+    """Write docs/benchmarks/stack-alerts.md; of faults that were not held this time it keeps what it said before."""
+    page = report.FOLDER / "stack-alerts.json"
+    former = json.loads(page.read_text())["rows"] if page.exists() else []
+    rows = {
+        one.held.name: {
             "fault": one.held.name,
             "alert": one.held.woken_by,
             "fired after, s": f"{one.fired_seconds:.0f}",
@@ -176,16 +179,18 @@ def write_report(woken: list[Woken], ledger: str, num_steps: int) -> None:
             "what went wrong": one.problem or "-",
         }
         for one in woken
-    ]
+    }
+    table = [rows.pop(row["fault"], row) for row in former]
+    table += rows.values()
     report.write(
         "stack-alerts",
         title="Alerts in the running stack",
         question=QUESTION,
         command=shlex.join(["python", "-m", "stack.alerts", *sys.argv[1:]]),
-        conclusion=f"{len(woken)} faults in {num_steps} train steps; {sum(not one.problem for one in woken)} fired their alert and no other, and "
-        "somebody was told. The run then went on to its goal, and the ledger is clean.",
-        rows=rows,
-        data={"woken": rows, "ledger": ledger},
+        conclusion=f"{len(woken)} faults in {num_steps} train steps by this command; {sum(not one.problem for one in woken)} fired their alert and no "
+        "other, and somebody was told. The run then went on to its goal, and the ledger is clean. Other rows are of runs before.",
+        rows=table,
+        data={"held": [one.held.name for one in woken], "ledger": ledger},
     )
 
 
