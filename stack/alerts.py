@@ -29,6 +29,7 @@ TURN_SECONDS = 2.0
 QUESTION = """The quickstart's task in containers, and one fault after the other, each held until Prometheus fires the alert that names it, then
 mended. Seconds from the fault to the alert, from there until Alertmanager and Apprise have told somebody outside of the stack, and from the
 fault's end until no alert fires any more."""
+COLUMNS = ("fault", "alert", "fired after, s", "told after, s", "cleared after, s", "what went wrong")
 FREE = 0.05
 """Of a volume that is nearly full."""
 NO_EVENT = """
@@ -102,6 +103,10 @@ class Woken:
     cleared_seconds: float = math.nan
     problem: str = ""
 
+    def rounded_seconds(self) -> list[str]:
+        """Return the three times as the page shows them."""
+        return [f"{seconds:.0f}" for seconds in (self.fired_seconds, self.told_seconds, self.cleared_seconds)]
+
 
 def firing() -> set[str]:
     """Return the alerts that fire, each with the role it names.
@@ -170,25 +175,18 @@ def write_report(woken: list[Woken], ledger: str, num_steps: int) -> None:
     page = report.FOLDER / "stack-alerts.json"
     former = json.loads(page.read_text())["rows"] if page.exists() else []
     rows = {
-        one.held.name: {
-            "fault": one.held.name,
-            "alert": one.held.woken_by,
-            "fired after, s": f"{one.fired_seconds:.0f}",
-            "told after, s": f"{one.told_seconds:.0f}",
-            "cleared after, s": f"{one.cleared_seconds:.0f}",
-            "what went wrong": one.problem or "-",
-        }
+        one.held.name: dict(zip(COLUMNS, (one.held.name, one.held.woken_by, *one.rounded_seconds(), one.problem or "-"), strict=True))
         for one in woken
     }
-    table = [rows.pop(row["fault"], row) for row in former]
+    table = [rows.pop(row["fault"], dict.fromkeys(COLUMNS, "-") | row) for row in former]
     table += rows.values()
     report.write(
         "stack-alerts",
         title="Alerts in the running stack",
         question=QUESTION,
         command=shlex.join(["python", "-m", "stack.alerts", *sys.argv[1:]]),
-        conclusion=f"{len(woken)} faults in {num_steps} train steps by this command; {sum(not one.problem for one in woken)} fired their alert and no "
-        "other, and somebody was told. The run then went on to its goal, and the ledger is clean. Other rows are of runs before.",
+        conclusion=f"{len(woken)} faults in {num_steps} train steps by this command; {sum(not one.problem for one in woken)} fired their alert and "
+        "no other, and somebody was told. The run then went on to its goal, and the ledger is clean. Other rows are of runs before.",
         rows=table,
         data={"held": [one.held.name for one in woken], "ledger": ledger},
     )
