@@ -15,6 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from relax_events import errors
 from relax_events.algorithms.describing import describe, installed_algorithms
+from relax_events.broker.records import POLICY_VERSION_HEADER
 from relax_events.config import RunConfig
 from relax_events.control.health import HealthMetrics, HealthState
 from relax_events.control.run_metrics import RunMetrics
@@ -26,6 +27,13 @@ from relax_events.telemetry.metrics import ErrorMetrics, WorkerMetrics
 from relax_events.topics import TopicPlan
 
 FOLDER = Path(__file__).parent / "reference"
+HEADERS = f"""## Headers
+
+| header | of | meaning |
+|---|---|---|
+| `{POLICY_VERSION_HEADER}` | samples and what belongs to them | Version that owns the record's slot, in decimal: what has left the window is passed over without being decoded. |
+| `traceparent`, `tracestate` | all records of a prompt group that is traced, steps, versions | W3C Trace Context, see [trace a run](../how-to/trace-a-run.md). |
+| `origin-topic`, `origin-partition`, `origin-offset`, `error-class`, `error-text`, `worker-id` | dead letters | Where the record came from, and what is wrong with it; its own headers are kept. |"""
 
 
 def main() -> int:
@@ -108,7 +116,7 @@ def algorithms_page() -> str:
 
 def events_page() -> str:
     """Every Avro record."""
-    parts = ["# Events", "The Avro schemas in `schemas/` are the contract; each record on the log is one of these, behind its schema's fingerprint or registry id."]
+    parts = ["# Events", "The Avro schemas in `schemas/` are the contract; each record on the log is one of these, behind its schema's fingerprint or registry id.", HEADERS]
     for name, schema in sorted(current_schemas().items()):
         if schema["type"] != "record":
             continue

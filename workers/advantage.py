@@ -102,7 +102,9 @@ class AdvantageLoop:
             if is_late and record.topic != self._worker.plan.topic("rollout.samples"):
                 self._join.pass_over(record)
             elif (group := self._take(record)) is not None:
-                self._finish(group)
+                self._worker.traces.waited(group.prompt_group_id, "rollout.samples")
+                with self._worker.traces.each("advantage", [group.prompt_group_id], topic="rollout.samples"):
+                    self._finish(group)
         failpoint("advantage.before_flush")
         self._worker.producer.flush()
         failpoint("advantage.before_commit")

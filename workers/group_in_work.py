@@ -9,7 +9,9 @@ import numpy as np
 from relax_events.broker.leases import Lease
 from relax_events.data.laying_out import LaidOutAnswer
 from relax_events.engines.protocol import GeneratedSample
+from relax_events.events.parts import FinishReason
 from relax_events.events.types import PromptGroupIssued
+from relax_events.telemetry.traces import NOT_TRACED, Value, Work
 
 
 @dataclass(slots=True)
@@ -26,11 +28,30 @@ class GroupInWork:
     answers: tuple[LaidOutAnswer, ...] = ()
     """By sample index, where the data bring them and nothing is generated."""
     samples: list[GeneratedSample] = field(default_factory=list)
+    work: Work = NOT_TRACED
+    """What its trace shows of the generation."""
 
     @property
     def is_complete(self) -> bool:
         """Whether every sample has been generated."""
         return len(self.samples) == self.issued.samples_per_prompt
+
+    @property
+    def policy_versions(self) -> list[int]:
+        """Versions that drew its tokens."""
+        return sorted({segment.policy_version for sample in self.samples for segment in sample.segments})
+
+    @property
+    def errors(self) -> list[str]:
+        """Why samples failed, where some did."""
+        return [sample.error for sample in self.samples if sample.finish_reason is FinishReason.ERROR]
+
+    def end_work(self) -> None:
+        """Tell its trace what came of the generation."""
+        num_tokens = sum(len(sample.tokens) for sample in self.samples)
+        error = f"engine: {self.errors[0]}" if self.errors else ""
+        facts: dict[str, Value] = {"policy_versions": self.policy_versions, "num_samples": len(self.samples), "num_tokens": num_tokens}
+        self.work.end(facts, error=error)
 
     def done(self) -> None:
         """Settle all leases: the work is finished and safe."""
@@ -39,5 +60,6 @@ class GroupInWork:
 
     def release(self) -> None:
         """Settle all leases: the work was not finished."""
+        self.work.end(error="released unfinished")
         for lease in self.leases:
             lease.release()

@@ -38,6 +38,7 @@ from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.validation import check_issued
 from relax_events.pipeline.worker import Worker
 from relax_events.policy import IssuedGroup, Place, admitted_steps, due_places, is_guest, reissue_of
+from relax_events.telemetry.traces import Work
 from relax_events.topics import shard_of
 from workers.opening import open_store, open_worker
 
@@ -181,7 +182,10 @@ class PrompterLoop:
         if not groups:
             return
         started = time.monotonic()
+        issuing = [self._begin_trace(group) for group, _ in groups]
         self._producer.write(self._record(group, choice) for group, choice in groups)
+        for work in issuing:
+            work.end()
         failpoint("prompter.after_issue")
         for group, choice in groups:
             self._remember(group, choice.passed_over)
@@ -189,6 +193,17 @@ class PrompterLoop:
         first, last = groups[0][0].prompt_group_id, groups[-1][0].prompt_group_id
         passed_over = Counter(reason for _, choice in groups for reason in choice.passed_over.values())
         log.info("prompt_groups.issued", num_prompt_groups=len(groups), first=first, last=last, passed_over=dict(passed_over))
+
+    def _begin_trace(self, group: IssuedGroup) -> Work:
+        former = replace(group, attempt=group.attempt - 1).prompt_group_id if group.attempt else ""
+        return self._worker.traces.issue(
+            group.prompt_group_id,
+            topic="prompt.groups",
+            instead_of=former,
+            train_step=group.place.train_step,
+            attempt=group.attempt,
+            row=group.row,
+        )
 
     def _record(self, group: IssuedGroup, choice: Choice) -> OutRecord:
         run, row = self._config.run, self._stream[group.row]

@@ -26,7 +26,7 @@ from relax_events.data.laying_out import sample_answers
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
 from relax_events.errors import ConfigError, CorruptRecord, ObjectError, PoisonSample, WeightsError
-from relax_events.events.parts import FinishReason, Outcome, VersionSegment, now_micros
+from relax_events.events.parts import Outcome, VersionSegment, now_micros
 from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupIssued, SampleRolledOut
 from relax_events.media.library import MediaLibrary
 from relax_events.objects.roots import media_in
@@ -34,6 +34,7 @@ from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.validation import check_issued
 from relax_events.pipeline.worker import Worker
 from relax_events.plugins import ENGINES, find_plugin
+from relax_events.telemetry.traces import Work
 from relax_events.weights.opening import open_receiving
 from relax_events.weights.transport import WeightsTransport
 from workers.group_in_work import GroupInWork
@@ -250,7 +251,14 @@ class RolloutLoop:
                 self._fail(lease, f"engine refused the prompt: {error}")
             return False
         self._running[issued.prompt_group_id] = group
+        group.work = self._begin_trace(group)
         return True
+
+    def _begin_trace(self, group: GroupInWork) -> Work:
+        traces, name = self._worker.traces, group.issued.prompt_group_id
+        traces.waited(name, "prompt.groups")
+        delivery = max(lease.delivery_count for lease in group.leases)
+        return traces.begin("generate", name, topic="prompt.groups", engine=self._config.rollout_engine, delivery=delivery)
 
     def _request(self, group: GroupInWork, index: int) -> SampleRequest:
         """Ask for a sample: from its first token on, or for the answer that it brings, which no policy drew: its log-probabilities are 0."""
@@ -280,8 +288,7 @@ class RolloutLoop:
     def _write(self, groups: list[GroupInWork], started: float) -> None:
         """Make samples safe first, settle their leases after."""
         for group in groups:
-            errors = [sample.error for sample in group.samples if sample.finish_reason is FinishReason.ERROR]
-            prompt_group_id = group.issued.prompt_group_id
+            prompt_group_id, errors = group.issued.prompt_group_id, group.errors
             failure = [self._worker.tombstone(prompt_group_id, Outcome.FAILED, f"engine: {errors[0]}")] if errors else []
             for record in failure or self._records(group):
                 self._worker.producer.send(record)
@@ -291,11 +298,12 @@ class RolloutLoop:
         for group in groups:
             self._written.append(group.issued.prompt_group_id)
             group.done()
+            group.end_work()
         self._worker.metrics.tokens(sum(len(sample.tokens) for group in groups for sample in group.samples))
         self._worker.finished(len(groups), started)
 
     def _records(self, group: GroupInWork) -> list[OutRecord]:
-        owner = min(segment.policy_version for sample in group.samples for segment in sample.segments)
+        owner = group.policy_versions[0]
         return [
             self._worker.sample_record(
                 "rollout.samples",

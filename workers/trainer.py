@@ -33,6 +33,7 @@ from relax_events.pipeline.validation import check_ready, check_trainable
 from relax_events.pipeline.worker import Worker
 from relax_events.plugins import TRAINER_BACKENDS, find_plugin
 from relax_events.policy import IssuedGroup, ReadyGroup, select_groups
+from relax_events.telemetry.traces import Work
 from relax_events.training.assembly import GroupAssembler, PlacedSample
 from relax_events.training.checkpoints import Checkpoints
 from relax_events.training.distributed import open_ranks
@@ -94,6 +95,8 @@ class TrainLoop:
         self._checkpoint: CheckpointRef | None = None
         self._is_ahead = False
         self._phases = Phases()
+        self._began_ns = 0
+        self._in_training: list[Work] = []
         self._source = SourceRun.read(worker.connection, self._config.source.run) if self._config.source.run else None
         self._batches: RecordedBatches | None = None
         self._recorded: SourceSteps | None = None
@@ -185,6 +188,7 @@ class TrainLoop:
         version = self._backend.policy_version
         share = StepShare(self._ranks.rank)
         self._phases = self._phases.successor()
+        self._began_ns, self._in_training = time.time_ns(), []
         is_whole = self._train_live(version, share) if self._recorded is None else self._train_recorded(self._recorded, share)
         if is_whole:
             failpoint("trainer.after_accumulate")
@@ -313,6 +317,8 @@ class TrainLoop:
                 failpoint("trainer.after_ends")
             self._ranks.all_gather_bytes(b"")  # nobody goes on before it is committed
         self._assembler.decide([end.prompt_group_id for end in share.ended])
+        for end in share.ended:
+            self._worker.traces.ended(end.prompt_group_id, outcome=end.outcome.value, reason=end.reason)
         log.info("prompt_groups.ended", num_prompt_groups=len(ended), outcome=ended[0].outcome, reason=ended[0].reason)
 
     def _choose(self, version: int, remaining: int) -> tuple[int, list[ReadyGroup]]:
@@ -328,10 +334,18 @@ class TrainLoop:
 
     def _feed(self, group: ReadyGroup, batcher: MicroBatcher, placed: dict[str, PlacedSample], share: StepShare) -> None:
         share.prompt_group_ids.append(group.prompt_group_id)
+        self._begin_trace(group, share)
         taken = self._assembler.take(group)
         placed |= {item.sample.sample_id: item for item in taken}
         for micro_batch in batcher.feed(item.sample for item in taken):
             self._accumulate(micro_batch, placed, share)
+
+    def _begin_trace(self, group: ReadyGroup, share: StepShare) -> None:
+        traces, step = self._worker.traces, self._backend.policy_version
+        traces.waited(group.prompt_group_id, "advantage.samples")
+        staleness = step - group.policy_version
+        self._in_training.append(traces.begin("train", group.prompt_group_id, topic="advantage.samples", train_step=step, staleness=staleness))
+        share.trace_headers.append(dict(traces.headers_of(group.prompt_group_id)))
 
     def _accumulate(self, micro_batch: Sequence[SampleReady] | None, placed: dict[str, PlacedSample], share: StepShare) -> None:
         if not micro_batch:
@@ -356,10 +370,12 @@ class TrainLoop:
             if self._publisher is not None:
                 self._publisher.write(tensors, policy_version=step + 1)
         self._assembler.decide(share.prompt_group_ids)
+        for work in self._in_training:
+            work.end()
         share.consumed = self._assembler.consumed()
         self._shares = self._gather(share)
         if self._publisher is not None:
-            self._publisher.trained(TrainedStep(step, self._shares, figures, self._phases.written(), self._checkpoint))
+            self._publisher.trained(TrainedStep(step, self._shares, figures, self._phases.written(), self._checkpoint, self._began_ns))
         if not self._config.weights.overlap:
             self._settle()
         self._save_checkpoint()

@@ -11,6 +11,7 @@ from relax_events.config.media import MediaConfig
 from relax_events.config.reward import ChosenReward, RewardConfig
 from relax_events.config.sections import HealthConfig, RunConfig, RunSection, SourceSection, TelemetryConfig, WorkersConfig
 from relax_events.config.teacher import TeacherConfig
+from relax_events.config.tracing import TracesConfig
 from relax_events.config.training import TrainerConfig, WarmStartConfig
 from relax_events.config.weights import WeightsConfig
 
@@ -37,6 +38,7 @@ __all__ = [
     "SourceSection",
     "TeacherConfig",
     "TelemetryConfig",
+    "TracesConfig",
     "TrainerConfig",
     "WarmStartConfig",
     "WeightsConfig",

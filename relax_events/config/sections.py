@@ -17,6 +17,7 @@ from relax_events.config.evaluation import EvaluationConfig
 from relax_events.config.generation import EngineConfig, ModelConfig
 from relax_events.config.reward import RewardConfig
 from relax_events.config.teacher import TeacherConfig
+from relax_events.config.tracing import TracesConfig
 from relax_events.config.training import TrainerConfig, WarmStartConfig
 from relax_events.config.weights import WeightsConfig
 
@@ -107,7 +108,7 @@ class HealthConfig(Section):
 
 
 class TelemetryConfig(Section):
-    """Logs and metrics."""
+    """Logs, metrics and traces."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log event that is written."""
@@ -126,6 +127,7 @@ class TelemetryConfig(Section):
     secrets. In the environment `RELAX_NOTICE_URLS`."""
     tracker_project: str = "relax-events"
     """What trackers gather runs under: project or experiment."""
+    traces: TracesConfig = TracesConfig()
 
     @model_validator(mode="before")
     @classmethod

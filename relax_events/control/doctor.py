@@ -24,6 +24,7 @@ from relax_events.errors import CheckFailed, EnvironmentProblem, RelaxError
 from relax_events.media.library import MediaLibrary
 from relax_events.objects import ObjectStore
 from relax_events.rewards.pool import RewardItem, RewardPool
+from relax_events.telemetry.traces import require_tracing
 from relax_events.topics import TopicPlan
 
 MIN_FREE_BYTES = 1024**3
@@ -54,6 +55,7 @@ def examine(config: RunConfig) -> list[Finding]:
         "reward": prompts.check_reward,
         "roles": require_roles,
         "metrics": require_metrics_ports,
+        "traces": require_tracing,
     }
     return [_finding(what, check, config) for what, check in checks.items()]
 

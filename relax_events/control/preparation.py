@@ -12,6 +12,7 @@ from relax_events.data.judging import find_hook
 from relax_events.data.rendering import own_template
 from relax_events.data.sources import evaluated_parts, is_generated, named_parts, open_source
 from relax_events.errors import ConfigError, RunFailed
+from relax_events.telemetry.traces import require_tracing
 
 
 def prepare_run(config: RunConfig) -> None:
@@ -24,6 +25,7 @@ def prepare_run(config: RunConfig) -> None:
     """
     require_roles(config)
     require_metrics_ports(config)
+    require_tracing(config)
     require_model(config)
     require_teacher(config)
     _check_rows(config)

@@ -50,6 +50,7 @@ class MapRole:
     ) -> None:
         self._worker, self._handle, self._max_records, self._max_tokens = worker, handle, max_records, max_tokens
         self._topic = worker.plan.topic("rollout.samples")
+        self._operation = "score" if worker.role == "reward" else "evaluate"
         self._published: list[PolicyVersionPublished] = []
         self._listeners, self._between = listeners, between
         self._consumer = GroupConsumer(
@@ -79,8 +80,9 @@ class MapRole:
         ready = self._ready([(record, sample) for record in live if (sample := self._sample(record)) is not None])
         self._worker.beats.num_in_flight = len(ready)
         for part in parts_of(ready, max_tokens=self._max_tokens):
-            for out in self._outputs(part):
-                self._worker.producer.send(out)
+            with self._worker.traces.each(self._operation, (sample.prompt_group_id for _, sample in part), topic="rollout.samples"):
+                for out in self._outputs(part):
+                    self._worker.producer.send(out)
         failpoint(f"{self._worker.role}.before_flush")
         self._worker.producer.flush()
         failpoint(f"{self._worker.role}.before_commit")

@@ -28,6 +28,7 @@ from relax_events.policy import end_of, is_expired
 from relax_events.telemetry.endpoint import WorkerEndpoint
 from relax_events.telemetry.logs import configure_logs
 from relax_events.telemetry.metrics import WorkerMetrics
+from relax_events.telemetry.traces import NO_HEADERS, open_traces
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import CONTROL_TOPICS
 
@@ -74,6 +75,7 @@ class Worker(AbstractContextManager["Worker"]):
         self.connection = Connection.of(config.broker, client_id=f"{config.run.id}.{self.worker_id}")
         self.codec = open_codec(config.broker)
         self.metrics = WorkerMetrics(role)
+        self.traces = open_traces(config, role=role, worker_id=self.worker_id, counts=self.metrics.spans)
         self.drain = Drain(seconds=config.workers.drain_seconds)
         self.beats = Beats(self._beat, worker_id=self.worker_id, role=role, interval_seconds=config.workers.beat_seconds)
         self.producer = RecordProducer(self.connection, linger_ms=config.broker.linger_ms if linger_ms is None else linger_ms)
@@ -96,6 +98,7 @@ class Worker(AbstractContextManager["Worker"]):
         if kind is None or issubclass(kind, Fenced):  # both are final; what died otherwise is missed by its silence
             self.beats.tick(WorkerState.STOPPED)
         self.producer.close()
+        self.traces.close()
         self._endpoint.close()
         log.info("worker.stopped", num_processed=self.beats.num_processed)
 
@@ -110,9 +113,23 @@ class Worker(AbstractContextManager["Worker"]):
         """Have the lag of the role's input told with every beat, from now on."""
         self._reader = reader
 
-    def outbound(self, entity: str, event: Event, *, key: str = "", partition: int = -1, policy_version: int | None = None) -> OutRecord:
-        """Make a record of an event for one of the run's topics. Control records hold everything: they must outlive the object store."""
-        headers = {} if policy_version is None else {POLICY_VERSION_HEADER: str(policy_version)}
+    def outbound(
+        self,
+        entity: str,
+        event: Event,
+        *,
+        key: str = "",
+        partition: int = -1,
+        policy_version: int | None = None,
+        headers: Mapping[str, str] = NO_HEADERS,
+    ) -> OutRecord:
+        """Make a record of an event for one of the run's topics. Control records hold everything: they must outlive the object store.
+
+        A record whose key is a prompt group that is traced carries its trace's context.
+        """
+        headers = {**headers, **self.traces.headers_of(key)}
+        if policy_version is not None:
+            headers[POLICY_VERSION_HEADER] = str(policy_version)
         stored = event if entity in CONTROL_TOPICS else self._claim_check.check_in(event)
         return OutRecord(self.plan.topic(entity), self.codec.encode(stored), key=key, partition=partition, headers=headers)
 
@@ -142,6 +159,7 @@ class Worker(AbstractContextManager["Worker"]):
 
     def decode(self, record: Record) -> Event | None:
         """Return a record's event; what can't be decoded goes to the dead letters and gives None."""
+        self.traces.take(record)
         if record.is_damaged:
             self.dead_letter(record, CorruptRecord("its record batch fails its checksum: bytes were altered on the broker's disk"))
             return None

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from relax_events.telemetry.span_metrics import SpanMetrics
 from relax_events.telemetry.weight_metrics import WeightMetrics
 
 SECONDS_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
@@ -52,6 +53,7 @@ class WorkerMetrics:
         )
         self._lagging: set[tuple[str, str]] = set()
         self.weights = WeightMetrics(role, self.registry)
+        self.spans = SpanMetrics(role, self.registry)
         self._tracker_errors = Counter(
             "relax_tracker_errors_total", "Times that a tracker did not take figures; it is tried again.", ["tracker"], registry=self.registry
         )

@@ -16,6 +16,7 @@ from relax_events.events.types import PolicyVersionPublished, PromptGroupEnded, 
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.worker import Worker
 from relax_events.policy import end_of
+from relax_events.telemetry.traces import NO_HEADERS
 from relax_events.training.history import TrainingHistory
 from relax_events.training.step_record import StepLayout, StepShare
 
@@ -48,8 +49,10 @@ class StepCommitter:
         figures: Mapping[str, float],
         phase_seconds: Mapping[str, float],
         checkpoint: CheckpointRef | None,
+        step_headers: Mapping[str, str] = NO_HEADERS,
+        version_headers: Mapping[str, str] = NO_HEADERS,
     ) -> TrainStepCommitted:
-        """Commit a step with everything that became true by it."""
+        """Commit a step with everything that became true by it; its record and that of its version carry the contexts of their traces."""
         has_rewards = self._worker.config.algorithm.has_rewards
         layout = StepLayout.of(shares, has_rewards=has_rewards)
         step = TrainStepCommitted(
@@ -69,10 +72,10 @@ class StepCommitter:
             checkpoint=checkpoint,
         )
         records = [
-            self._worker.outbound("control.train-steps", step, key=str(train_step)),
+            self._worker.outbound("control.train-steps", step, key=str(train_step), headers=step_headers),
             *(self._outcome(ended) for share in shares for ended in share.ended),
             *(self._outcome(ended) for ended in trained_outcomes(shares, train_step, has_rewards=has_rewards)),
-            self._published(train_step + 1, artifact),
+            self._published(train_step + 1, artifact, headers=version_headers),
         ]
         self._writer.commit(
             records,
@@ -116,10 +119,10 @@ class StepCommitter:
         self._worker.metrics.ended(ended.outcome)
         return self._worker.outbound("control.group-outcomes", ended, key=ended.prompt_group_id)
 
-    def _published(self, version: int, artifact: ObjectRef) -> OutRecord:
+    def _published(self, version: int, artifact: ObjectRef, *, headers: Mapping[str, str] = NO_HEADERS) -> OutRecord:
         starts = self._start_offsets(version)
         event = PolicyVersionPublished(policy_version=version, artifact=artifact, transports=self._transports, start_offsets=starts)
-        return self._worker.outbound("control.policy-versions", event, key=str(version))
+        return self._worker.outbound("control.policy-versions", event, key=str(version), headers=headers)
 
     def _start_offsets(self, version: int) -> list[TopicOffset]:
         """Ask where the version's slot ends now: its own records can only come after its publication."""

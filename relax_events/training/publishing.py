@@ -8,6 +8,7 @@ ahead of the log by one step. A crash in between costs that step's training and 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from relax_events.events.types import PromptGroupEnded, TrainStepCommitted
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.worker import Worker
+from relax_events.telemetry.traces import Work
 from relax_events.training.checkpoints import Checkpoints
 from relax_events.training.commit import StepCommitter
 from relax_events.training.step_record import StepShare
@@ -47,6 +49,8 @@ class TrainedStep:
     figures: Mapping[str, float]
     phase_seconds: Mapping[str, float]
     checkpoint: CheckpointRef | None
+    began_ns: int
+    """When it began, in nanoseconds since the epoch."""
 
 
 class StepPublisher:
@@ -61,6 +65,7 @@ class StepPublisher:
         self._written: Future[tuple[ObjectRef, bytes]] = Future()
         self._trained: TrainedStep | None = None
         self._pruned_to: CheckpointRef | None = None
+        self._write_began_ns = 0
 
     @property
     def is_behind(self) -> bool:
@@ -83,6 +88,7 @@ class StepPublisher:
         Raises:
             ObjectError: It can't be written.
         """
+        self._write_began_ns = time.time_ns()
         if self._worker.config.weights.overlap:
             self._written = self._writer.submit(self._transport.publish, tensors, policy_version=policy_version)
         else:
@@ -113,6 +119,7 @@ class StepPublisher:
         artifact, digest = self._written.result()
         failpoint("trainer.after_weights")
         trained, self._trained = self._trained, None
+        step, publication = self._begin_traces(trained)
         committed = self._committer.commit_step(
             trained.shares,
             train_step=trained.train_step,
@@ -121,10 +128,20 @@ class StepPublisher:
             figures=trained.figures,
             phase_seconds=trained.phase_seconds,
             checkpoint=trained.checkpoint,
+            step_headers=step.headers,
+            version_headers=publication.headers,
         )
+        publication.end()
+        step.end(_told(committed))
         failpoint("trainer.after_commit")
         self._report(committed)
         self._forget_old(committed)
+
+    def _begin_traces(self, trained: TrainedStep) -> tuple[Work, Work]:
+        """Begin what the traces show of a step, and in it of the way of its weights."""
+        headers = [headers for share in trained.shares for headers in share.trace_headers]
+        step = self._worker.traces.step(trained.train_step, began_ns=trained.began_ns, headers=headers)
+        return step, self._worker.traces.publication(step, trained.train_step + 1, began_ns=self._write_began_ns)
 
     def commit_outcomes(self, ended: Sequence[PromptGroupEnded], *, train_step: int) -> None:
         """Commit ends that should not wait for the train step at work; no trained step may be left."""
@@ -158,3 +175,10 @@ class StepPublisher:
         self._transport.close()
         self._writer.shutdown(wait=False, cancel_futures=True)
         self._committer.close()
+
+
+def _told(step: TrainStepCommitted) -> dict[str, int | float]:
+    """Return what a step's trace tells of it: its figures, and where its time went."""
+    figures = {f"figure.{name}": value for name, value in step.figures.items()}
+    phases = {f"phase.{name}_seconds": seconds for name, seconds in step.phase_seconds.items()}
+    return {"policy_version": step.policy_version, "num_samples": len(step.sample_ids), **figures, **phases}

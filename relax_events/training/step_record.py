@@ -30,6 +30,8 @@ class StepShare:
     num_micro_batches: int = 0
     ended: list[PromptGroupEnded] = field(default_factory=list)
     consumed: list[TopicOffset] = field(default_factory=list)
+    trace_headers: list[dict[str, str]] = field(default_factory=list)
+    """The context of each prompt group's trace; empty of those that are not traced."""
 
     def note(self, micro_batch: Sequence[PlacedSample], *, trainer_version: int) -> None:
         """Add a trained micro-batch."""

@@ -25,7 +25,8 @@ INSTALLED = {role.name for role in entry_points(group=ROLES) if role.value.start
 WORKERS = {name: service for name, service in SERVICES.items() if service.get("command", [""])[0] == "worker"}
 OURS = {name: service for name, service in SERVICES.items() if "build" in service}
 DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")
-LIGHT = "import sys, {modules}\nprint([name for name in ('torch', 'transformers', 'safetensors', 'tokenizers') if name in sys.modules])"
+HEAVY = ("torch", "transformers", "safetensors", "tokenizers", "opentelemetry")
+LIGHT = f"import sys, {{modules}}\nprint([name for name in {HEAVY} if name in sys.modules])"
 
 
 def settled(text: str) -> str:
@@ -86,7 +87,7 @@ def test_image_asks_the_worker_how_it_is_runs_as_nobody_special_and_hands_signal
     assert text.count("--require-hashes") == 3
 
 
-def test_roles_of_the_light_image_load_no_model_library() -> None:
+def test_roles_of_the_light_image_load_no_model_library_and_no_tracing() -> None:
     roles = [role for role, service in WORKERS.items() if service["build"]["target"] == "light"]
     modules = ", ".join(f"workers.{role}" for role in roles)
     asked = subprocess.run([sys.executable, "-c", LIGHT.format(modules=modules)], capture_output=True, text=True, timeout=60, check=True)
@@ -121,6 +122,19 @@ def test_bucket_is_known_to_all_that_open_the_object_store() -> None:
     for service in overlay.values():
         assert service["environment"] == {"RELAX_OBJECTS__URI": "${OBJECTS_URI}"}
         assert service["env_file"] == ["${OBJECTS_ENV_FILE:-./secrets/objects.env}"]
+
+
+def test_all_workers_send_their_traces_to_the_collector_that_comes_with_them() -> None:
+    overlay = yaml.safe_load((COMPOSE / "tracing.yml").read_text())["services"]
+    jaeger = overlay.pop("jaeger")
+    assert overlay.keys() == {*WORKERS, "relax"}
+    for service in overlay.values():
+        given = {name: settled(value) for name, value in service["environment"].items()}
+        config = load_run_config(ROOT / "configs" / "quickstart.toml", environment=given)
+        assert (config.telemetry.traces.endpoint, config.telemetry.traces.ratio) == ("http://jaeger:4318/v1/traces", 1.0)
+    assert all(port.startswith("127.0.0.1:") for port in jaeger["ports"])
+    assert "mem_limit" in jaeger
+    assert any(pin.startswith("opentelemetry-exporter-otlp-proto-http==") for pin in pins("light.txt") & pins("cpu.txt") & pins("cuda.txt"))
 
 
 def test_alerts_are_gathered_alike_whether_they_are_sent_or_not() -> None:

@@ -15,6 +15,7 @@ from relax_events.events.parts import TopicOffset
 from relax_events.events.types import SampleRolledOut
 from relax_events.pipeline import map_role
 from relax_events.pipeline.group_map_role import GroupMapRole
+from relax_events.telemetry.traces import Traces
 
 pytestmark = pytest.mark.unit
 A, B = "000000-0000-0", "000000-0001-0"
@@ -46,6 +47,7 @@ class Stage:
             tombstone=lambda key, *_: key,
             dead_letter=lambda record, _: self.dead_letters.append(record.key),
             finished=lambda *_: None,
+            traces=Traces(),
             reads=lambda _: None,
         )
         self.role = GroupMapRole(self.worker, self._handle)

@@ -1,0 +1,232 @@
+"""Traces as OpenTelemetry's SDK records them, named and described by its conventions for messaging.
+
+Source: OpenTelemetry semantic conventions for messaging spans; W3C Trace Context for the headers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.trace import Link, Span, SpanContext, SpanKind, StatusCode, get_current_span, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from relax_events.telemetry.traces.ids import DerivedIds, is_chosen, root_of
+from relax_events.telemetry.traces.sending import SpanQueue
+from relax_events.telemetry.traces.work import NO_FACTS, NO_HEADERS, NOT_TRACED, ReadRecord, Traces, Value, Work
+
+PROPAGATOR = TraceContextTextMapPropagator()
+REMEMBERED_GROUPS = 4096
+TYPES = {SpanKind.PRODUCER: "send", SpanKind.CONSUMER: "process"}
+
+
+class SpanWork(Work):
+    """Work that is a span."""
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+        self.context = set_span_in_context(span, Context())
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """See `Work`."""
+        return _headers_of(self.context)
+
+    def end(self, facts: Mapping[str, Value] = NO_FACTS, *, error: str = "") -> None:
+        """See `Work`."""
+        self.span.set_attributes(_named(facts))
+        if error:
+            self.span.set_status(StatusCode.ERROR, error)
+        self.span.end()
+
+
+@dataclass(slots=True)
+class _Read:
+    """The first record of a topic that was read for a prompt group."""
+
+    attributes: Mapping[str, Value]
+    written_ns: int
+
+
+@dataclass(slots=True)
+class _Group:
+    """A prompt group at hand: the context that its records carry, and by topic the first of them."""
+
+    context: Context
+    headers: Mapping[str, str]
+    read: dict[str, _Read] = field(default_factory=dict)
+
+    def facts(self, prompt_group_id: str, topic: str) -> dict[str, Value]:
+        read = self.read.get(topic)
+        return {"relax.prompt_group_id": prompt_group_id, **(read.attributes if read else {})}
+
+
+class RecordedTraces(Traces):
+    """See `Traces`."""
+
+    def __init__(self, queue: SpanQueue, *, run_id: str, role: str, worker_id: str, ratio: float) -> None:
+        self._queue, self._run_id, self._ratio = queue, run_id, ratio
+        self._ids = DerivedIds()
+        instance = f"{run_id}.{worker_id}"
+        service = {"service.namespace": "relax-events", "service.name": f"relax-{role}", "service.instance.id": instance}
+        limits = SpanLimits(max_span_attributes=SpanLimits.UNSET, max_links=SpanLimits.UNSET)  # a step links every prompt group
+        resource = Resource({**service, "relax.run_id": run_id})
+        provider = TracerProvider(ALWAYS_ON, resource, shutdown_on_exit=False, id_generator=self._ids, span_limits=limits)
+        provider.add_span_processor(queue)
+        self._tracer = provider.get_tracer("relax_events")
+        self._common: dict[str, Value] = {"messaging.system": "kafka", "messaging.client.id": instance}
+        self._prefix = f"relax.{run_id}."
+        self._groups: dict[str, _Group] = {}
+
+    def take(self, record: ReadRecord) -> None:
+        """See `Traces`. A context that is not sampled is none."""
+        if "traceparent" not in record.headers:
+            return
+        group = self._groups.get(record.key) or self._met(record)
+        topic = record.topic.removeprefix(self._prefix)
+        if group is not None and topic not in group.read:
+            where: dict[str, Value] = {"messaging.destination.partition.id": str(record.partition), "messaging.kafka.offset": record.offset}
+            group.read[topic] = _Read(where, record.timestamp_ms * 1_000_000)
+
+    def _met(self, record: ReadRecord) -> _Group | None:
+        context = PROPAGATOR.extract(record.headers, context=Context())
+        span = get_current_span(context).get_span_context()
+        return self._remember(record.key, context) if span.is_valid and span.trace_flags.sampled else None
+
+    def _remember(self, prompt_group_id: str, context: Context) -> _Group:
+        group = self._groups[prompt_group_id] = _Group(context, _headers_of(context))
+        if len(self._groups) > REMEMBERED_GROUPS:
+            del self._groups[next(iter(self._groups))]
+        return group
+
+    def headers_of(self, prompt_group_id: str) -> Mapping[str, str]:
+        """See `Traces`."""
+        group = self._groups.get(prompt_group_id)
+        return group.headers if group else NO_HEADERS
+
+    def issue(self, prompt_group_id: str, *, topic: str, instead_of: str = "", **facts: Value) -> Work:
+        """See `Traces`."""
+        root = root_of(self._run_id, prompt_group_id)
+        if not is_chosen(root.trace_id, self._ratio):
+            return NOT_TRACED
+        links = [Link(root_of(self._run_id, instead_of), {"relax.relation": "instead_of"})] if instead_of else []
+        attributes = {"relax.prompt_group_id": prompt_group_id, **_named(facts)}
+        work = self._root("issue", topic, root, SpanKind.PRODUCER, attributes=attributes, links=links)
+        self._remember(prompt_group_id, work.context)
+        return work
+
+    def waited(self, prompt_group_id: str, topic: str) -> None:
+        """See `Traces`."""
+        group = self._groups.get(prompt_group_id)
+        if group is not None and topic in group.read:
+            began = min(group.read[topic].written_ns, time.time_ns())  # another machine's clock may be ahead
+            facts = group.facts(prompt_group_id, topic)
+            self._work("wait", topic, group.context, SpanKind.INTERNAL, attributes=facts, began_ns=began).end()
+
+    def begin(self, operation: str, prompt_group_id: str, *, topic: str, train_step: int | None = None, **facts: Value) -> Work:
+        """See `Traces`."""
+        group = self._groups.get(prompt_group_id)
+        if group is None:
+            return NOT_TRACED
+        attributes = {**group.facts(prompt_group_id, topic), **_named(facts)}
+        links = []
+        if train_step is not None:
+            attributes["relax.train_step"] = train_step
+            links.append(Link(root_of(self._run_id, _step_name(train_step)), {"relax.relation": "part_of"}))
+        return self._work(operation, topic, group.context, SpanKind.CONSUMER, attributes=attributes, links=links)
+
+    @contextmanager
+    def each(self, operation: str, prompt_group_ids: Iterable[str], *, topic: str) -> Iterator[None]:
+        """See `Traces`."""
+        counts: dict[str, int] = {}
+        for prompt_group_id in prompt_group_ids:
+            counts[prompt_group_id] = counts.get(prompt_group_id, 0) + 1
+        works = [self.begin(operation, name, topic=topic, num_samples=count) for name, count in counts.items()]
+        error = "it was given up"
+        try:
+            yield
+            error = ""
+        finally:
+            for work in works:
+                work.end(error=error)
+
+    def ended(self, prompt_group_id: str, *, outcome: str, reason: str) -> None:
+        """See `Traces`. Only a failure is an error: to expire or to be filtered is a way of the run."""
+        group = self._groups.get(prompt_group_id)
+        if group is not None:
+            facts = group.facts(prompt_group_id, "advantage.samples")
+            work = self._work("end", "control.group-outcomes", group.context, SpanKind.INTERNAL, attributes=facts)
+            work.end({"outcome": outcome, "reason": reason}, error=reason if outcome == "failed" else "")
+
+    def step(self, train_step: int, *, began_ns: int, headers: Iterable[Mapping[str, str]]) -> Work:
+        """See `Traces`."""
+        spans = [get_current_span(PROPAGATOR.extract(one, context=Context())).get_span_context() for one in headers if one]
+        root = root_of(self._run_id, _step_name(train_step))
+        attributes: dict[str, Value] = {"relax.train_step": train_step, "messaging.batch.message_count": len(spans)}
+        links = [Link(span) for span in spans]
+        return self._root("step", "advantage.samples", root, SpanKind.CONSUMER, attributes=attributes, links=links, began_ns=began_ns)
+
+    def publication(self, step: Work, policy_version: int, *, began_ns: int) -> Work:
+        """See `Traces`."""
+        if not isinstance(step, SpanWork):
+            return NOT_TRACED
+        attributes: dict[str, Value] = {"relax.policy_version": policy_version}
+        return self._work("publish", "control.policy-versions", step.context, SpanKind.PRODUCER, attributes=attributes, began_ns=began_ns)
+
+    def close(self) -> None:
+        """See `Traces`."""
+        self._queue.close()
+
+    def _root(
+        self,
+        operation: str,
+        topic: str,
+        root: SpanContext,
+        kind: SpanKind,
+        *,
+        attributes: Mapping[str, Value],
+        links: list[Link],
+        began_ns: int | None = None,
+    ) -> SpanWork:
+        self._ids.root = root
+        try:
+            return self._work(operation, topic, Context(), kind, attributes=attributes, links=links, began_ns=began_ns)
+        finally:
+            self._ids.root = None
+
+    def _work(
+        self,
+        operation: str,
+        topic: str,
+        context: Context,
+        kind: SpanKind,
+        *,
+        attributes: Mapping[str, Value],
+        links: Iterable[Link] = (),
+        began_ns: int | None = None,
+    ) -> SpanWork:
+        told = {**self._common, "messaging.destination.name": self._prefix + topic, "messaging.operation.name": operation, **attributes}
+        if kind in TYPES:
+            told["messaging.operation.type"] = TYPES[kind]
+        span = self._tracer.start_span(f"{operation} {topic}", context, kind, told, list(links), began_ns)
+        return SpanWork(span)
+
+
+def _headers_of(context: Context) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    PROPAGATOR.inject(headers, context=context)
+    return headers
+
+
+def _named(facts: Mapping[str, Value]) -> dict[str, Value]:
+    return {f"relax.{name}": value for name, value in facts.items()}
+
+
+def _step_name(train_step: int) -> str:
+    return f"step/{train_step}"
