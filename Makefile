@@ -66,9 +66,9 @@ bench: setup ## Measure, paired, and write docs/benchmarks
 	$(BIN)/python -m benchmarks
 
 COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --no-emit-index-url --no-header --generate-hashes
-IMAGE_EXTRAS := --extra media --extra tasks --extra rewards --extra registry --extra security --extra parquet --extra notices --extra tracing
+IMAGE_EXTRAS := --extra media --extra tasks --extra rewards --extra registry --extra security --extra parquet --extra notices --extra tracing --extra api
 lock: .venv/.ready ## Resolve the requirements anew
-	$(COMPILE) pyproject.toml requirements/build.in --extra model --extra media --extra tasks --extra rewards --extra registry --extra security --extra notices --extra tracing --extra test --override requirements/overrides.txt -o requirements/lock.txt
+	$(COMPILE) pyproject.toml requirements/build.in --extra model --extra media --extra tasks --extra rewards --extra registry --extra security --extra notices --extra tracing --extra api --extra test --override requirements/overrides.txt -o requirements/lock.txt
 	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --constraint requirements/lock.txt -o requirements/light.txt
 	cp requirements/light.txt requirements/trackers.txt # what the trackers can't do with is pinned anew
 	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --extra trackers -o requirements/trackers.txt

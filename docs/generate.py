@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
@@ -20,6 +21,8 @@ from relax_events.config import RunConfig
 from relax_events.control.health import HealthMetrics, HealthState
 from relax_events.control.run_metrics import RunMetrics
 from relax_events.control.run_state import RunState
+from relax_events.control.scaling import Bounds, ScaleState
+from relax_events.control.scaling.metrics import ScaleMetrics
 from relax_events.events.schemas import current_schemas
 from relax_events.rewards.describing import describe_reward
 from relax_events.rewards.hub import reward_names
@@ -154,9 +157,14 @@ def metrics_page() -> str:
         "## Of every worker\n\nServed on `/metrics` of every worker.",
         _metric_rows([*WorkerMetrics("trainer").registry.collect(), *ErrorMetrics("trainer", broker={}, objects={}).collect()]),
         "## Of the run\n\nServed by the controller in addition, which keeps the run's state: it is rebuilt from the control log at each start.",
-        _metric_rows([*RunMetrics(config, RunState()).collect(), *HealthMetrics(HealthState.of(config, own_id="controller-0"), config).collect()]),
+        _metric_rows([family for collector in _of_the_run(config) for family in collector.collect()]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _of_the_run(config: RunConfig) -> list[Collector]:
+    health = HealthMetrics(HealthState.of(config, own_id="controller-0"), config)
+    return [RunMetrics(config, RunState()), health, ScaleMetrics(ScaleState(), Bounds.of(config, is_supervised=True))]
 
 
 def _metric_rows(families: Iterable[Metric]) -> str:

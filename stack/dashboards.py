@@ -17,6 +17,8 @@ from relax_events.config import RunConfig
 from relax_events.control.health import HealthMetrics, HealthState
 from relax_events.control.run_metrics import RunMetrics
 from relax_events.control.run_state import RunState
+from relax_events.control.scaling import Bounds, ScaleState
+from relax_events.control.scaling.metrics import ScaleMetrics
 from relax_events.telemetry.metrics import ErrorMetrics, WorkerMetrics
 
 FOLDER = Path(__file__).parent.parent / "compose" / "grafana" / "dashboards"
@@ -117,6 +119,13 @@ DASHBOARDS: dict[str, Sequence[Panel]] = {
             f"sum by (role, reason) (increase(relax_weights_broadcast_failures_total{{{RUN}}}[$__rate_interval]))",
             "{{role}} {{reason}}",
         ),
+        Panel("Workers that there shall be", f"relax_workers_wanted{{{RUN}}}", "{{role}}"),
+        Panel("Requests to scale that are open", f"sum by (role, status) (relax_scale_requests_open{{{RUN}}})", "{{role}} {{status}}"),
+        Panel(
+            "Requests to scale that ended",
+            f"sum by (role, direction, status) (increase(relax_scale_requests_total{{{RUN}}}[$__rate_interval]))",
+            "{{role}} {{direction}} {{status}}",
+        ),
     ),
     "Broker and health": (
         Panel("Partitions that are amiss", f"relax_partitions{{{RUN}}}", "{{state}}"),
@@ -137,7 +146,8 @@ def catalogue() -> dict[str, str]:
     config = RunConfig.model_validate({"run": {"id": "documented"}, "model": {"path": "model"}, "data": {"source": "jsonl:rows"}})
     health = HealthMetrics(HealthState.of(config, own_id="controller-0"), config)
     worker = [*WorkerMetrics("trainer").registry.collect(), *ErrorMetrics("trainer", broker={}, objects={}).collect()]
-    families = [*worker, *RunMetrics(config, RunState()).collect(), *health.collect()]
+    scaling = ScaleMetrics(ScaleState(), Bounds.of(config, is_supervised=True))
+    families = [*worker, *RunMetrics(config, RunState()).collect(), *health.collect(), *scaling.collect()]
     suffixes = {"counter": "_total", "histogram": "_bucket"}
     return {family.name + suffixes.get(family.type, ""): family.documentation for family in families}
 

@@ -1,4 +1,5 @@
-"""The controller: watches the control log, ends the run at its goal or when it can't be reached, and has workers that are not well restarted.
+"""The controller: watches the control log, ends the run at its goal or when it can't be reached, has workers that are not well restarted, and
+answers who asks for more or fewer of them.
 
 Its state is the control log; a controller that is killed starts again and knows all that it knew.
 """
@@ -10,6 +11,8 @@ import os
 import queue
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from typing import Any
 
 import structlog
 
@@ -19,8 +22,13 @@ from relax_events.broker.deadline import Deadline
 from relax_events.broker.replication import amiss
 from relax_events.config import RunConfig
 from relax_events.control.health import HealthMetrics, HealthState, Limits, decide
+from relax_events.control.orphans import VARIABLE
 from relax_events.control.run_metrics import RunMetrics
 from relax_events.control.run_state import FOLLOWED, RunState
+from relax_events.control.scaling import Bounds, ScaleState
+from relax_events.control.scaling.desk import Errand, ScaleDesk
+from relax_events.control.scaling.metrics import ScaleMetrics
+from relax_events.control.scaling.server import ApiServer, is_served
 from relax_events.control.topics.purger import Purger
 from relax_events.control.topics.retention import RetentionKeeper
 from relax_events.errors import BrokerError
@@ -48,7 +56,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
 
 
 class ControllerLoop:
-    """Waits for control events, or for half a second to look for workers that fell silent."""
+    """Waits for control events and calls, or for half a second to look for workers that fell silent."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker, self._config = worker, worker.config
@@ -57,10 +65,13 @@ class ControllerLoop:
         worker.metrics.registry.register(self._metrics)
         self._look_at_queue_after = self._look_at_partitions_after = 0.0
         self._admin = Admin(dataclasses.replace(worker.connection, request_timeout_seconds=PARTITIONS_TIMEOUT_SECONDS))
-        self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Event | Errand[Any] | None] = queue.SimpleQueue()
         self._limits = Limits.of(self._config)
         self._health = HealthState.of(self._config, own_id=worker.worker_id)
         worker.metrics.registry.register(HealthMetrics(self._health, self._config))
+        bounds = Bounds.of(self._config, is_supervised=VARIABLE in os.environ)
+        self._scaling = ScaleDesk(ScaleState(), bounds, self._give)
+        worker.metrics.registry.register(ScaleMetrics(self._scaling.state, bounds))
         self._purger = Purger(self._config, worker.connection, open_store(self._config), worker.codec)
         self._retention = RetentionKeeper(self._purger, self._config)
         self._all_trained_at = 0.0
@@ -75,20 +86,27 @@ class ControllerLoop:
         if self._config.is_replay and self._config.source.follow:
             self._follow_leader()
         worker.follow(self._inbox.put, self._watch_ourselves)
-        while not worker.drain.requested:
-            self._take()
-            self._judge()
-            self._tend_workers()
-            self._look_at_queue()
-            self._look_at_partitions()
-            for entity, count in self._retention.tend().items():
-                worker.metrics.purged(entity, count)
-            worker.tick(working=False)
-        self._stay_to_be_scraped()
+        with ExitStack() as stack:
+            if is_served(self._config.scaling):
+                stack.enter_context(closing(ApiServer(self._config, self._scaling, self._inbox.put)))
+            while not worker.drain.requested:
+                self._turn()
+            self._stay_to_be_scraped()
         self._purger.close()
         self._admin.close()
         if self._leader_follower is not None:
             self._leader_follower.close()
+
+    def _turn(self) -> None:
+        self._take()
+        self._judge()
+        self._tend_workers()
+        self._look_at_queue()
+        self._scaling.tend()
+        self._look_at_partitions()
+        for entity, count in self._retention.tend().items():
+            self._worker.metrics.purged(entity, count)
+        self._worker.tick(working=False)
 
     def _stay_to_be_scraped(self) -> None:
         """Serve for a moment how the run ended, where somebody is there to see it: it is what silences alerts, or the reason for one."""
@@ -112,12 +130,14 @@ class ControllerLoop:
 
     def _take(self) -> None:
         try:
-            event = self._inbox.get(timeout=IDLE_SECONDS)
+            item = self._inbox.get(timeout=IDLE_SECONDS)
             while True:
-                if event is not None:
-                    self._note(event)
-                    self._retention.note(event)
-                event = self._inbox.get_nowait()
+                if isinstance(item, Errand):
+                    item.run()
+                elif item is not None:
+                    self._note(item)
+                    self._retention.note(item)
+                item = self._inbox.get_nowait()
         except queue.Empty:
             return
 
@@ -153,6 +173,7 @@ class ControllerLoop:
     def _note(self, event: Event) -> None:
         self._state.note(event)
         self._health.note(event, at=now_micros())
+        self._scaling.state.note(event)
 
     def _tend_workers(self) -> None:
         """Do about workers that are not well what is to be done now; with the last step trained the run needs none of the pipeline any more."""

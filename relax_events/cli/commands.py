@@ -12,6 +12,7 @@ COMMANDS = {
     "topics": ("relax_events.cli.topics:app", "Plan, check and tend topics: plan, apply, check, describe, lag, tail, purge, reset, export, import."),
     "samples": ("relax_events.cli.samples:app", "Look at what the model wrote and what became of it: tail, show, export."),
     "runs": ("relax_events.cli.runs:app", "Look back at the runs of a cluster, and train from them: list, show, timeline, replay, fork, delete."),
+    "scale": ("relax_events.cli.scale:app", "Have workers come and go while a run goes on: out, in, status, cancel."),
     "lineage": ("relax_events.cli.lineage:app", "Follow weights back to their data and data to the weights: version, sample, prompt."),
     "rewards": ("relax_events.cli.rewards:app", "Look at the reward functions that score samples: list, show."),
     "rescore": ("relax_events.cli.rescore:rescore", "Run another reward function over a run's samples and compare."),

@@ -16,6 +16,7 @@ from relax_events.config.data import DataConfig
 from relax_events.config.evaluation import EvaluationConfig
 from relax_events.config.generation import EngineConfig, ModelConfig
 from relax_events.config.reward import RewardConfig
+from relax_events.config.scaling import ScalingConfig
 from relax_events.config.teacher import TeacherConfig
 from relax_events.config.tracing import TracesConfig
 from relax_events.config.training import TrainerConfig, WarmStartConfig
@@ -193,6 +194,7 @@ class RunConfig(Section):
     source: SourceSection = SourceSection()
     workers: WorkersConfig = WorkersConfig()
     health: HealthConfig = HealthConfig()
+    scaling: ScalingConfig = ScalingConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
     @model_validator(mode="before")

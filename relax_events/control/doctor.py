@@ -13,6 +13,7 @@ from relax_events.broker.registry import RegistryClient
 from relax_events.config import RunConfig
 from relax_events.control.address import OPERATOR, embedded_broker, open_admin, with_bootstrap_servers
 from relax_events.control.requirements import require_metrics_ports, require_model, require_roles, require_teacher
+from relax_events.control.scaling.server import require_api_port
 from relax_events.control.topics.applying import plan_changes
 from relax_events.data.judging import HookJudge, judges_length, length_judge
 from relax_events.data.laying_out import answers_of
@@ -56,6 +57,7 @@ def examine(config: RunConfig) -> list[Finding]:
         "roles": require_roles,
         "metrics": require_metrics_ports,
         "traces": require_tracing,
+        "scaling API": require_api_port,
     }
     return [_finding(what, check, config) for what, check in checks.items()]
 

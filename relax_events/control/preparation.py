@@ -7,6 +7,7 @@ import sys
 
 from relax_events.config import RunConfig
 from relax_events.control.requirements import require_metrics_ports, require_model, require_roles, require_teacher
+from relax_events.control.scaling.server import require_api_port
 from relax_events.control.supervisor import worker_environment
 from relax_events.data.judging import find_hook
 from relax_events.data.rendering import own_template
@@ -26,6 +27,7 @@ def prepare_run(config: RunConfig) -> None:
     require_roles(config)
     require_metrics_ports(config)
     require_tracing(config)
+    require_api_port(config)
     require_model(config)
     require_teacher(config)
     _check_rows(config)

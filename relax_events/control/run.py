@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,13 @@ from relax_events.control.progress.display import ProgressDisplay
 from relax_events.control.report.writing import write_report
 from relax_events.control.run_state import FOLLOWED, RunState
 from relax_events.control.runs.replay import settle_source, source_curves
+from relax_events.control.scaling import ScaleState
 from relax_events.control.security import admin_connection, apply_security
 from relax_events.control.supervisor import Supervisor
 from relax_events.control.topics.applying import apply_topics
 from relax_events.control.topics.lag import consumer_lag
 from relax_events.errors import BrokerError, CheckFailed, RunFailed
-from relax_events.events.parts import Command, now_micros
+from relax_events.events.parts import Command, WorkerState, now_micros
 from relax_events.events.types import Event, RunCommanded
 from relax_events.pipeline.control import ControlFollower
 from relax_events.pipeline.drain import Drain
@@ -50,7 +51,7 @@ class RunSession:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._broker = embedded_broker(config)
-        self._state = RunState()
+        self._state, self._scaling = RunState(), ScaleState()
         self._lock = threading.Lock()
         self._drain = Drain(seconds=config.workers.drain_seconds)
         self._asked_to_kill: list[str] = []
@@ -81,6 +82,7 @@ class RunSession:
             stack.callback(admin.close)
             supervisor = Supervisor(self._config, self._write_resolved())
             follower = self._follow(stack)
+            self._producer = stack.enter_context(closing(RecordProducer(Connection.of(self._config.broker, client_id=f"{self._config.run.id}.run"))))
             self._take_up(display)
             try:
                 if self._state.ended is None:
@@ -128,17 +130,21 @@ class RunSession:
         if ended is None or num_steps >= self._config.num_train_steps:
             return
         display.note(f"taken up at step {num_steps}; it had ended: {ended.reason}")
-        plan = TopicPlan.of(self._config)
         resume = RunCommanded(command=Command.RESUME, reason=f"relax run, towards {self._config.num_train_steps} steps")
-        producer = RecordProducer(Connection.of(self._config.broker, client_id=f"{self._config.run.id}.run"))
-        producer.write([OutRecord(plan.topic("control.commands"), self._codec.encode(resume))])
-        producer.close()
+        self._send("control.commands", resume)
+        self._producer.flush()
         with self._lock:
             self._state.note(resume)
+            self._scaling.note(resume)
+
+    def _send(self, entity: str, event: Event, *, key: str = "") -> None:
+        """Hand an event to the client, and don't wait: we tend the broker as well."""
+        self._producer.send(OutRecord(TopicPlan.of(self._config).topic(entity), self._codec.encode(event), key=key))
 
     def _note(self, event: Event) -> None:
         with self._lock:
             self._state.note(event)
+            self._scaling.note(event)
         if isinstance(event, RunCommanded) and event.command is Command.RESTART and event.worker_id and event.commanded_at > self._started_at:
             self._asked_to_kill.append(event.worker_id)
 
@@ -151,6 +157,7 @@ class RunSession:
             while self._asked_to_kill:
                 supervisor.kill(self._asked_to_kill.pop())
             self._revive_fenced(supervisor)
+            self._adjust(supervisor)
             supervisor.tend()
             if supervisor.num_restarts > restarts:
                 restarts = supervisor.num_restarts
@@ -159,6 +166,20 @@ class RunSession:
                 is_told = True
                 display.note(f"all steps are trained; waiting for the evaluation of version {self._config.last_version}")
             self._show(admin, display, supervisor)
+
+    def _adjust(self, supervisor: Supervisor) -> None:
+        """Have the workers there that shall be by the log, and say on it who is gone; a goodbye that a worker could not say is said for it."""
+        with self._lock:
+            elastic = list(self._scaling.workers.values())
+        for worker, departure, reason in supervisor.adjust(elastic):
+            gone = worker.gone(departure, reason)
+            with self._lock:
+                beat = self._state.workers.get(worker.worker_id)
+                self._scaling.note(gone)
+            if beat is not None and beat.state is not WorkerState.STOPPED:
+                goodbye = replace(beat, state=WorkerState.STOPPED, num_in_flight=0, busy_since=None, beat_at=now_micros())
+                self._send("control.heartbeats", goodbye, key=worker.worker_id)
+            self._send("control.commands", gone)
 
     def _revive_fenced(self, supervisor: Supervisor) -> None:
         """Start a fenced worker again once nobody else does its work."""

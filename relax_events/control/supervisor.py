@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import structlog
@@ -16,6 +17,7 @@ import structlog
 from relax_events.broker.credentials import SHARED_VARIABLES, credential_environment
 from relax_events.config import RunConfig
 from relax_events.control.orphans import VARIABLE
+from relax_events.control.scaling import Departure, ElasticWorker, Standing
 from relax_events.errors import BrokerRefused, ConfigError, Fenced, RunFailed, SchemaError
 from relax_events.events.parts import WorkerState, now_micros
 from relax_events.events.types import WorkerBeat
@@ -64,11 +66,24 @@ class ManagedProcess:
     start_after: float = 0.0
     starts: list[float] = field(default_factory=list)
     fenced: Fencing | None = None
+    is_elastic: bool = False
+    leave_by: float | None = None
+    given_up: str = ""
 
     @property
     def is_running(self) -> bool:
         """Whether the process lives."""
         return self.process is not None and self.process.poll() is None
+
+    def leave(self, *, seconds: float) -> None:
+        """Ask the process to drain, once, and kill it when that takes longer; at once with 0 seconds."""
+        if self.leave_by is None:
+            self.leave_by = time.monotonic() + seconds
+            if self.process is not None and self.is_running and seconds:
+                self.process.terminate()
+        if self.process is not None and self.is_running and time.monotonic() >= self.leave_by:
+            log.warning("worker.killed", worker_id=self.worker_id, reason=f"did not drain within {seconds:g} s")
+            signal_group(self.process, signal.SIGKILL)
 
     def log_tail(self) -> str:
         """Return the end of the worker's log."""
@@ -85,6 +100,8 @@ class Supervisor:
     A worker that ends though the run goes on is started again, later each time; one that ends with a usage or
     configuration error is not, since it would end the same way. One that was fenced stays down until `revive`: another
     instance is at its work, and a new one would only fence that in turn.
+
+    Elastic workers come and go by `adjust`. One that can't be kept going is given up, and the run goes on.
     """
 
     def __init__(self, config: RunConfig, config_path: Path) -> None:
@@ -92,20 +109,60 @@ class Supervisor:
         self._logs = config.run_directory / "logs"
         self._processes = {process.worker_id: process for process in self._planned()}
         self.num_restarts = 0
+        self._num_places = len(self._processes) + config.trainer.ranks - 1
 
     def _planned(self) -> list[ManagedProcess]:
         workers = [(role, index) for role, count in self._config.roles().items() for index in range(count)]
         return [self._process(role, index, place=place) for place, (role, index) in enumerate(workers)]
 
-    def _process(self, role: str, index: int, *, place: int) -> ManagedProcess:
+    def _process(self, role: str, index: int, *, place: int, overrides: Sequence[str] = ()) -> ManagedProcess:
         worker_id = f"{role}-{index}"
         launcher = [sys.executable, "-m", "relax_events.cli"]
         if role == "trainer" and self._config.trainer.ranks > 1:
             ranks = str(self._config.trainer.ranks)
             launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "-m", "relax_events.cli"]
-        command = [*launcher, "worker", role, str(self._config_path), "--index", str(index)]
+        command = [*launcher, "worker", role, str(self._config_path), *overrides, "--index", str(index)]
         log_path, port = self._logs / f"{worker_id}.log", self._config.telemetry.port_of(place)
         return ManagedProcess(worker_id, command, log_path, port, credential_environment(self._config, role))
+
+    def adjust(self, elastic: Iterable[ElasticWorker]) -> list[tuple[ElasticWorker, Departure, str]]:
+        """Start the elastic workers that shall be there, have those go that shall, and return who is gone, how and why.
+
+        Whoever is returned is forgotten: leave it out from then on.
+        """
+        gone = [(worker, *found) for worker in elastic if (found := self._adjusted(worker)) is not None]
+        for worker, departure, reason in gone:
+            self._processes.pop(worker.worker_id, None)
+            log.info("worker.left", worker_id=worker.worker_id, departure=departure, reason=reason)
+        return gone
+
+    def _adjusted(self, worker: ElasticWorker) -> tuple[Departure, str] | None:
+        """Bring one worker nearer to where it shall be; return how it went, and why, once it has."""
+        managed = self._processes.get(worker.worker_id)
+        if managed is not None and managed.given_up:
+            return Departure.FAILED, managed.given_up
+        if worker.standing is Standing.WANTED and managed is None:
+            managed = self._processes[worker.worker_id] = self._elastic(worker)
+            self._spawn(managed)
+        if worker.standing is not Standing.LEAVING:
+            return None
+        if managed is None or managed.process is None:
+            return Departure.ABSENT, "there was no process"
+        longest = self._config.workers.drain_seconds + AFTER_DRAIN_SECONDS
+        managed.leave(seconds=longest if worker.drain_micros is None else worker.drain_micros / 1e6)
+        code = managed.process.poll()
+        if code is None:
+            return None
+        return (Departure.DRAINED, "it drained") if code == 0 else (Departure.KILLED, f"it ended with exit code {code}")
+
+    def _elastic(self, worker: ElasticWorker) -> ManagedProcess:
+        """Return the place of an elastic worker; its port is the first free one behind those of the start."""
+        taken = {managed.metrics_port for managed in self._processes.values()} - {0}
+        place = next(place for place in count(self._num_places) if self._config.telemetry.port_of(place) not in taken)
+        overrides = ["engine.name=sglang", f'engine.sglang.url="{worker.url}"'] if worker.url else []
+        managed = self._process(worker.role, int(worker.worker_id.rpartition("-")[2]), place=place, overrides=overrides)
+        managed.is_elastic = True
+        return managed
 
     @property
     def pids(self) -> dict[str, int]:
@@ -137,6 +194,8 @@ class Supervisor:
         """
         now = time.monotonic()
         for managed in self._processes.values():
+            if managed.leave_by is not None or managed.given_up:
+                continue
             if managed.process is None:
                 if managed.fenced is None and now >= managed.start_after:
                     self._spawn(managed)
@@ -150,7 +209,11 @@ class Supervisor:
         recent = [start for start in managed.starts if time.monotonic() - start < RESTART_WINDOW_SECONDS]
         if code in FATAL_CODES or len(recent) > self._config.workers.max_restarts:
             kind = {**FATAL_CODES, **GIVEN_UP}.get(code, RunFailed)
-            raise kind(f"{managed.worker_id} ended with exit code {code}; the end of {managed.log_path}:\n{managed.log_tail()}")
+            text = f"{managed.worker_id} ended with exit code {code}; the end of {managed.log_path}:\n{managed.log_tail()}"
+            if not managed.is_elastic:
+                raise kind(text)
+            managed.given_up = text
+            return
         delay = BACKOFF_SECONDS[min(max(len(recent) - 1, 0), len(BACKOFF_SECONDS) - 1)]  # one that lived for long starts at once
         if code == 0:
             delay = max(delay, AFTER_DRAIN_SECONDS)

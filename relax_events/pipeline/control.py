@@ -140,8 +140,11 @@ class ControlFollower:
 
 
 def still_valid(history: Sequence[Event]) -> list[Event]:
-    """Leave out commands of the past that a later resume took back, so that a run that was taken up again stays up."""
+    """Leave out commands of the past that a later resume took back, so that a run that was taken up again stays up.
+
+    What workers there shall be is not among them: a run that is taken up has as many as it had.
+    """
     commands = [event for event in history if isinstance(event, RunCommanded)]
     resumed = max((index for index, event in enumerate(commands) if event.command is Command.RESUME and event.role is None), default=0)
-    outdated = {id(event) for event in commands[:resumed]}
+    outdated = {id(event) for event in commands[:resumed] if event.command is not Command.SCALE}
     return [event for event in history if id(event) not in outdated]

@@ -98,4 +98,7 @@ function = "{prepared / "reward.py"}:spread"
 
 [workers]
 beat_seconds = 0.2
+
+[scaling]
+api = "off"
 """

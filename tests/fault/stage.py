@@ -114,6 +114,7 @@ def usual_tree(folder: Path, run_id: str) -> dict[str, dict[str, Any]]:
         "algorithm": {"kl_coefficient": 0.001, "old_logprobs": "actor"},
         "trainer": {"checkpoint_every": 5},
         "workers": {"beat_seconds": 0.2},
+        "scaling": {"api": "off"},
     }
 
 

@@ -41,7 +41,7 @@ def make_data(make_run_config: MakeRunConfig, tmp_path: Path) -> MakeRunConfig:
 
 def test_examine_reports_every_check_even_where_some_fail(make_data: MakeRunConfig) -> None:
     findings = examine(make_data(engine={"name": "vroom"}))
-    names = ["broker", "schema registry", "object store", "disk", "model", "teacher", "data", "reward", "roles", "metrics", "traces"]
+    names = ["broker", "schema registry", "object store", "disk", "model", "teacher", "data", "reward", "roles", "metrics", "traces", "scaling API"]
     assert [finding.what for finding in findings] == names
     assert [finding.what for finding in findings if not finding.is_good] == ["model", "roles"]
     assert findings[6] == Finding("data", True, f"1 prompts in {make_data().data.source}")

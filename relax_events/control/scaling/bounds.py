@@ -1,0 +1,77 @@
+"""Whose workers may come and go in a run, and how many there may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from relax_events.config import RunConfig
+from relax_events.control.scaling.requests import MICROS
+from relax_events.topics import TopicPlan
+
+DEFAULT_MODEL = "default"
+"""The policy's engines: the rollout workers."""
+ELASTIC_ROLES = ("rollout", "reward", "reference", "actor-forward", "teacher")
+"""Roles that take work from a queue or from partitions, so that one more shares it and one less leaves it to the others."""
+CONFIRM_SECONDS = 30.0
+"""How long after its deadline the end of a worker may be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The workers that a model has by the run file.
+
+    Attributes:
+        model: As callers name it.
+        role: As the run does.
+        num_at_start: Workers that the run starts with; they are never let go.
+        max_workers: More than these are refused, for the reason `limit`.
+        limit: What the bound follows from, with the remedy.
+    """
+
+    model: str
+    role: str
+    num_at_start: int
+    max_workers: int
+    limit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a run allows; times in microseconds."""
+
+    pools: Mapping[str, Pool]
+    timeout: int
+    drain: int
+    confirm: int
+    keeps_partial: bool
+    first_version: int
+    is_supervised: bool
+    """Whether there is a `relax run` that starts workers."""
+
+    @classmethod
+    def of(cls, config: RunConfig, *, is_supervised: bool) -> Bounds:
+        """Read them off a run file."""
+        roles = config.roles()
+        pools = [_pool(config, role, num_at_start=roles[role]) for role in ELASTIC_ROLES if role in roles]
+        scaling = config.scaling
+        return cls(
+            pools={pool.model: pool for pool in pools},
+            timeout=int(scaling.timeout_seconds * MICROS),
+            drain=int(config.workers.drain_seconds * MICROS),
+            confirm=int(CONFIRM_SECONDS * MICROS),
+            keeps_partial=scaling.on_partial == "keep",
+            first_version=config.first_version,
+            is_supervised=is_supervised,
+        )
+
+
+def _pool(config: RunConfig, role: str, *, num_at_start: int) -> Pool:
+    """Return a role's pool; members of a consumer group beyond its partitions would get no work."""
+    plan, most = TopicPlan.of(config), config.scaling.max_workers
+    limit = f"scaling.max_workers = {most}"
+    if role != "rollout" and plan.num_sample_partitions < most:
+        most, limit = plan.num_sample_partitions, f"each needs a partition, and there are {plan.num_sample_partitions} (broker.shards)"
+    elif role == "rollout" and config.broker.lease == "consumer_group" and config.broker.queue_partitions < most:
+        most, limit = config.broker.queue_partitions, f"each needs a partition, and broker.queue_partitions = {config.broker.queue_partitions}"
+    return Pool(DEFAULT_MODEL if role == "rollout" else role, role, num_at_start, max(most, num_at_start), limit)

@@ -1,0 +1,81 @@
+"""Rollout workers come and go by the API while a run trains, and nothing is lost."""
+
+from __future__ import annotations
+
+import signal
+import stat
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import pytest
+from harness import FaultRun, assert_books_balance, command, environment
+
+from relax_events.control.scaling import ScaleState, Status
+from relax_events.events.parts import WorkerState
+
+API = {"scaling": {"api": "on"}}
+
+
+def scale(run: FaultRun, *words: str) -> tuple[int, dict[str, Any]]:
+    """Call `relax scale` as a shell does, with nothing but the run file."""
+    verb, *rest = words
+    line = command("scale", verb, run.run_file, *rest, "--output", "json")
+    ended = subprocess.run(line, cwd=run.folder, env=environment(), capture_output=True, timeout=60, check=False)
+    return ended.returncode, orjson.loads(ended.stdout or b"{}")
+
+
+def state_of(run: FaultRun) -> ScaleState:
+    """Fold the control log, as every reader does."""
+    state = ScaleState()
+    for record in run.records("control.commands"):
+        state.note(run.decode(record))
+    return state
+
+
+def until_over(run: FaultRun, request_id: str) -> Status:
+    """Wait until a request is over, and return how it ended."""
+    run.until(lambda: not state_of(run).requests[request_id].is_open, f"{request_id} is over")
+    return state_of(run).requests[request_id].status
+
+
+def statuses(run: FaultRun, request_id: str) -> list[str]:
+    """Return the statuses of a request, as the log has them."""
+    events = [run.decode(record) for record in run.records("control.commands")]
+    given = [event.arguments for event in events if getattr(event, "arguments", {}).get("request") == request_id]
+    return [arguments["status"] for arguments in given if "status" in arguments]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_rollout_goes_from_one_worker_to_three_and_back_under_load_and_loses_nothing(start_run: Callable[..., FaultRun]) -> None:
+    run = start_run(run={"num_steps": 40}, **API)
+    run.start()
+    run.until_steps(2)
+    run.signal(signal.SIGSTOP, "trainer-0")  # so that there is work left, however long two workers take to start
+    assert stat.S_IMODE((run.folder / "api-token").stat().st_mode) == 0o600
+    code, answer = scale(run, "out", "--to", "3", "--key", "grow")
+    assert (code, answer["status"], answer["selected_engines"]) == (0, "PENDING", ["rollout-1", "rollout-2"])
+    grown = answer["request_id"]
+    assert scale(run, "out", "--to", "3", "--key", "grow")[1]["request_id"] == grown
+    assert scale(run, "in", "--to", "1", "--yes")[0] == 6, "the first request is open"
+    run.until(lambda: run.is_ready("rollout-1") and run.is_ready("rollout-2"), "two workers more are ready")
+    run.signal(signal.SIGCONT, "trainer-0")
+    assert until_over(run, grown) is Status.ACTIVE
+    assert statuses(run, grown) == ["CREATING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "READY", "ACTIVE"]
+    run.until(lambda: min(run.num_taken(f"rollout-{index}") for index in (1, 2)) > 0, "both have taken prompt groups")
+
+    run.signal(signal.SIGSTOP, "trainer-0")  # so that the run is not over before they have left
+    code, shrunk = scale(run, "in", "--to", "1", "--yes")
+    assert (code, shrunk["selected_engines"]) == (0, ["rollout-2", "rollout-1"])
+    assert until_over(run, shrunk["request_id"]) is Status.COMPLETED
+    left = state_of(run)
+    assert (left.workers, sorted(left.requests[shrunk["request_id"]].left)) == ({}, ["rollout-1", "rollout-2"])
+    assert set(run.living()) == set(run.worker_ids), "nobody is left behind, and those of the start stay"
+    assert [run.state.workers[f"rollout-{index}"].state for index in (1, 2)] == [WorkerState.STOPPED] * 2
+    run.signal(signal.SIGCONT, "trainer-0")
+
+    assert run.until_ended(run.process) == 0
+    ledger = assert_books_balance(run)
+    assert (ledger["rollouts_regenerated"], ledger["outcomes"]["expired"], ledger["outcomes"]["failed"]) == (0, 0, 0)

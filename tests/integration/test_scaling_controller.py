@@ -1,0 +1,117 @@
+"""The controller's process on the real log: it is killed in the middle of requests, and the one after it goes on with them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import orjson
+import pytest
+
+from relax_events.broker.connection import Connection
+from relax_events.broker.consumer import LogReader
+from relax_events.broker.producer import RecordProducer
+from relax_events.broker.records import OutRecord
+from relax_events.config import RunConfig
+from relax_events.control.scaling import Departure, ScaleState, Status
+from relax_events.control.scaling.client import ScaleClient
+from relax_events.control.scaling.place import ApiPlace
+from relax_events.errors import CheckFailed
+from relax_events.events.codec import EventCodec
+from relax_events.events.parts import WorkerState
+from relax_events.events.types import Event
+from relax_events.topics import TopicPlan
+from tests.unit.run_events import beat
+
+CODEC = EventCodec()
+PATIENCE_SECONDS = 120.0
+"""A hang fails, a busy machine does not."""
+
+
+class Run:
+    """A run of a controller alone; the test is its `relax run` and its workers."""
+
+    def __init__(self, config: RunConfig, connection: Connection, producer: RecordProducer) -> None:
+        self.config, self.plan = config, TopicPlan.of(config)
+        self._connection, self._producer = connection, producer
+        config.run_directory.mkdir(parents=True, exist_ok=True)
+        self._run_file = config.run_directory / "run.json"
+        self._run_file.write_bytes(orjson.dumps(config.model_dump(mode="json")))
+        self.process = self.start()
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the controller."""
+        words = [sys.executable, "-m", "relax_events.cli", "worker", "controller", str(self._run_file)]
+        with (self.config.run_directory / "log").open("ab") as log:
+            return subprocess.Popen(words, env=os.environ | {"RELAX_SUPERVISOR_PID": str(os.getpid())}, stdout=log, stderr=log)
+
+    def kill_controller(self) -> None:
+        """Kill it, and start another."""
+        self.process.kill()
+        self.process.wait(10)
+        self.process = self.start()
+
+    def call(self, method: str, path: str, body: dict[str, object] | None = None) -> dict[str, object]:
+        """Call the API, as soon as it is there."""
+        place, deadline = ApiPlace.of(self.config), time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            with suppress(CheckFailed):
+                return ScaleClient(place.url(), place.token()).call(method, path, body)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(0.2)
+        pytest.fail(f"nobody answers; the controller's log:\n{(self.config.run_directory / 'log').read_text()}")
+
+    def say(self, entity: str, *events: Event) -> None:
+        """Write events as others would."""
+        self._producer.write([OutRecord(self.plan.topic(entity), CODEC.encode(event), key=getattr(event, "worker_id", "") or "") for event in events])
+
+    def beats(self, *worker_ids: str, state: WorkerState) -> None:
+        """Have workers beat."""
+        self.say("control.heartbeats", *(beat(worker_id, at_seconds=time.time(), state=state) for worker_id in worker_ids))
+
+    def until(self, request_id: str, status: Status) -> ScaleState:
+        """Wait until a request is in a status by the log, and return what else that says."""
+        reader, state, deadline = LogReader(self._connection), ScaleState(), time.monotonic() + PATIENCE_SECONDS
+        reader.assign({(self.plan.topic("control.commands"), 0): 0})
+        try:
+            while (found := state.requests.get(request_id)) is None or found.status is not status:
+                assert time.monotonic() < deadline, f"{found}\n{(self.config.run_directory / 'log').read_text()}"
+                for record in reader.fetch(timeout_seconds=0.2):
+                    state.note(CODEC.decode(record.value))
+            return state
+        finally:
+            reader.close()
+
+
+@pytest.fixture
+def run(apply_run: Callable[..., RunConfig], connection: Connection, producer: RecordProducer) -> Iterator[Run]:
+    opened = Run(apply_run(scaling={"api": "on"}), connection, producer)
+    yield opened
+    opened.process.kill()
+    opened.process.wait(10)
+
+
+@pytest.mark.timeout(300)
+def test_requests_go_on_with_the_next_controller(run: Run) -> None:
+    asked = run.call("POST", "scale_out", {"num_replicas": 3})
+    request_id, workers = str(asked["request_id"]), ("rollout-1", "rollout-2")
+    run.until(request_id, Status.CREATING)
+    run.kill_controller()
+    run.beats(*workers, state=WorkerState.STARTING)
+    run.until(request_id, Status.HEALTH_CHECKING)
+    run.kill_controller()
+    run.beats(*workers, state=WorkerState.IDLE)
+    run.until(request_id, Status.ACTIVE)
+
+    gone = run.call("POST", "scale_in", {"num_replicas": 1})
+    assert gone["selected_engines"] == ["rollout-2", "rollout-1"]
+    state = run.until(str(gone["request_id"]), Status.DRAINING)
+    run.kill_controller()
+    run.say("control.commands", *(state.workers[worker_id].gone(Departure.DRAINED, "it drained") for worker_id in workers))
+    assert run.until(str(gone["request_id"]), Status.COMPLETED).workers == {}
+    told = run.call("GET", f"scale_in/{gone['request_id']}")
+    assert (told["status"], told["removed_engines"]) == ("COMPLETED", ["rollout-2", "rollout-1"])

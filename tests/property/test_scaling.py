@@ -1,0 +1,232 @@
+"""Requests over made-up runs: whatever dies, and whenever, each ends, by the rules, and nothing is left of what was taken back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relax_events.control.scaling import Asked, Bounds, Conflicting, Departure, Kind, ScaleState, Standing, Status, decide, plan
+from relax_events.control.scaling.admission import cancellation
+from relax_events.control.scaling.requests import ORDER, ScaleRequest
+from relax_events.events.parts import WorkerState
+from relax_events.events.types import Event, RunCommanded, WorkerBeat
+from tests.unit.run_events import beat as made_beat
+from tests.unit.run_events import run_config
+
+SECOND = 1_000_000
+BOUNDS = Bounds.of(run_config(), is_supervised=True)
+OVER = {kind: ORDER[kind][-1] for kind in Kind}
+
+
+@dataclass
+class World:
+    """A log, a controller and a supervisor over it; each may be killed, and a new one knows what the log holds.
+
+    Attributes:
+        behaviour: What becomes of the workers that come, one after the other: `well`, `hangs` in its start, `breaks`, or is `stale`.
+    """
+
+    bounds: Bounds = BOUNDS
+    behaviour: list[str] = field(default_factory=list)
+    now: int = 1000
+    log: list[Event] = field(default_factory=list)
+    living: dict[str, str] = field(default_factory=dict)
+    ages: dict[str, int] = field(default_factory=dict)
+    num_controllers: int = 0
+
+    def __post_init__(self) -> None:
+        self.new_controller()
+        self.new_supervisor()
+
+    def fold(self) -> ScaleState:
+        state = ScaleState()
+        for event in self.log:
+            state.note(event)
+        return state
+
+    def new_controller(self) -> None:
+        self.num_controllers += 1
+        self.controller = self.fold()
+
+    def new_supervisor(self) -> None:
+        """Its workers end with the one before."""
+        self.supervisor = self.fold()
+        self.living.clear()
+
+    def write(self, event: Event) -> None:
+        self.log.append(event)
+        self.controller.note(event)
+        self.supervisor.note(event)
+
+    def ask(self, **asked: object) -> ScaleRequest | None:
+        found = plan(self.controller, self.bounds, Asked(**asked), now=self.now * SECOND)  # type: ignore[arg-type]
+        if found.request is not None and found.is_new:
+            self.write(found.request.opening(reason=found.text))
+        return found.request
+
+    def cancel(self, request_id: str) -> None:
+        request = cancellation(self.controller.requests[request_id])
+        self.write(request.step(Status.REMOVING, now=self.now * SECOND, outcome=Status.CANCELLED))
+
+    def turn(self) -> None:
+        self.now += 1
+        for worker in list(self.supervisor.workers.values()):
+            self.supervise(worker.worker_id, worker.standing)
+        for worker_id, kind in self.living.items():
+            self.beat(worker_id, kind)
+        for step in decide(self.controller, self.bounds, now=self.now * SECOND):
+            self.write(step)
+            self.controller.note(step)  # heard a second time
+
+    def supervise(self, worker_id: str, standing: Standing) -> None:
+        if standing is Standing.WANTED and worker_id not in self.living:
+            self.living[worker_id] = self.behaviour.pop(0) if self.behaviour else "well"
+            self.ages[worker_id] = 0
+        elif standing is Standing.WANTED and self.living[worker_id] == "breaks":
+            self.leave(worker_id, Departure.FAILED)
+        elif standing is Standing.LEAVING:
+            self.leave(worker_id, Departure.DRAINED if worker_id in self.living else Departure.ABSENT)
+
+    def leave(self, worker_id: str, departure: Departure) -> None:
+        self.living.pop(worker_id, None)
+        self.write(self.supervisor.workers[worker_id].gone(departure, "as told"))
+
+    def beat(self, worker_id: str, kind: str) -> None:
+        self.ages[worker_id] += 1
+        state = WorkerState.STARTING if self.ages[worker_id] < 3 or kind == "hangs" else WorkerState.IDLE
+        said: WorkerBeat = made_beat(worker_id, at_seconds=self.now, state=state)
+        self.write(replace(said, policy_version=-1 if kind == "stale" or self.ages[worker_id] < 5 else 7))
+
+    def run(self, turns: int, *, kills: frozenset[int] = frozenset(), crashes: frozenset[int] = frozenset()) -> None:
+        for number in range(turns):
+            if number in kills:
+                self.new_controller()
+            if number in crashes:
+                self.new_supervisor()
+            self.turn()
+
+    def status(self, request: ScaleRequest | None) -> Status:
+        assert request is not None
+        return self.fold().requests[request.request_id].status
+
+
+def steps(world: World, request: ScaleRequest) -> list[Status]:
+    """Return the statuses that a request has on the log, one after the other."""
+    commands = [event for event in world.log if isinstance(event, RunCommanded) and event.arguments.get("request") == request.request_id]
+    return [Status(event.arguments["status"]) for event in commands if "status" in event.arguments]
+
+
+KILLS = st.frozensets(st.integers(0, 60), max_size=20)
+
+
+@settings(max_examples=30)
+@given(kills=KILLS, crashes=st.frozensets(st.integers(0, 60), max_size=3), target=st.integers(2, 6))
+def test_workers_come_and_go_whatever_dies_in_whatever_state(kills: frozenset[int], crashes: frozenset[int], target: int) -> None:
+    world = World()
+    world.controller.policy_version = 7
+    out = world.ask(kind=Kind.OUT, target=target)
+    assert out is not None
+    world.run(80, kills=kills, crashes=crashes)
+    assert world.status(out) is Status.ACTIVE
+    assert set(world.living) == {f"rollout-{index}" for index in range(1, target)}
+    assert steps(world, out) == [Status.CREATING, Status.HEALTH_CHECKING, Status.WEIGHT_SYNCING, Status.READY, Status.ACTIVE]
+    back = world.ask(kind=Kind.IN, target=1)
+    assert back is not None
+    world.run(80, kills=kills, crashes=crashes)
+    assert world.status(back) is Status.COMPLETED
+    assert (world.living, world.fold().workers) == ({}, {})
+
+
+def test_controller_may_die_in_every_status_of_either_way() -> None:
+    """Each status is killed in once, one step at a time; nothing is skipped, and nothing is done twice."""
+    world = World()
+    seen: set[tuple[Kind, Status]] = set()
+    for asked in (Asked(kind=Kind.OUT, target=3), Asked(kind=Kind.IN, target=1)):
+        request = world.ask(kind=asked.kind, target=asked.target)
+        assert request is not None
+        while (status := world.status(request)) not in OVER[asked.kind]:
+            seen.add((asked.kind, status))
+            world.new_controller()
+            world.turn()
+        assert len(steps(world, request)) == len(set(steps(world, request))) == len(ORDER[asked.kind]) - (2 if asked.kind is Kind.OUT else 1)
+    assert {status for kind, status in seen if kind is Kind.OUT} == {
+        Status.PENDING,
+        Status.CREATING,
+        Status.HEALTH_CHECKING,
+        Status.WEIGHT_SYNCING,
+        Status.READY,
+    }
+    assert {status for kind, status in seen if kind is Kind.IN} == {Status.PENDING, Status.DRAINING, Status.REMOVING}
+
+
+@settings(max_examples=40)
+@given(behaviour=st.lists(st.sampled_from(["well", "hangs", "breaks"]), min_size=4, max_size=4), keeps=st.booleans(), kills=KILLS)
+def test_request_whose_workers_do_not_come_up_ends_and_leaves_none_of_them(behaviour: list[str], keeps: bool, kills: frozenset[int]) -> None:
+    world = World(replace(BOUNDS, keeps_partial=keeps, timeout=20 * SECOND), list(behaviour))
+    request = world.ask(kind=Kind.OUT, target=5)
+    assert request is not None
+    world.run(120, kills=kills)
+    num_well = behaviour.count("well")
+    whole = num_well == len(behaviour)
+    expected = Status.ACTIVE if whole else Status.PARTIAL if keeps and num_well else Status.FAILED
+    ended = world.fold().requests[request.request_id]
+    assert (ended.status, bool(ended.error)) == (expected, not whole)
+    assert list(world.living.values()) == ["well"] * (num_well if whole or keeps else 0)
+    assert set(world.fold().workers) == set(world.living)
+
+
+@settings(max_examples=30)
+@given(at=st.integers(0, 12), kills=KILLS)
+def test_request_that_is_cancelled_leaves_nothing_whenever_that_is(at: int, kills: frozenset[int]) -> None:
+    world = World(behaviour=["hangs"])
+    request = world.ask(kind=Kind.OUT, target=3)
+    assert request is not None
+    world.run(at, kills=kills)
+    world.cancel(request.request_id)
+    world.run(60, kills=kills)
+    assert world.status(request) is Status.CANCELLED
+    assert (world.living, world.fold().workers) == ({}, {})
+    again = world.ask(kind=Kind.OUT, target=3)
+    assert again is not None
+    assert set(again.workers).isdisjoint(request.workers), "a worker's name is used once"
+
+
+def test_worker_with_old_weights_does_not_count_as_serving() -> None:
+    world = World(behaviour=["stale"])
+    world.controller.policy_version = 7
+    request = world.ask(kind=Kind.OUT, target=2)
+    world.run(30)
+    assert world.status(request) is Status.WEIGHT_SYNCING
+
+
+def test_end_of_a_worker_that_nobody_tells_of_does_not_hold_the_next_request_up() -> None:
+    world = World()
+    request = world.ask(kind=Kind.OUT, target=2)
+    world.run(20)
+    back = world.ask(kind=Kind.IN, target=1)
+    world.supervise = lambda *_: None  # type: ignore[method-assign]
+    world.run(40)
+    assert world.status(back) in (Status.DRAINING, Status.REMOVING)
+    world.run(40)
+    assert (world.status(request), world.status(back)) == (Status.ACTIVE, Status.FAILED)
+    assert "nobody has told of the end of rollout-1" in world.fold().requests[back.request_id].error  # type: ignore[union-attr]
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.sampled_from([*Kind]), st.integers(1, 6), st.integers(0, 8), st.booleans()), max_size=12))
+def test_every_reader_of_the_log_knows_the_same_and_one_request_is_open_at_a_time(calls: list[tuple[Kind, int, int, bool]]) -> None:
+    world = World(behaviour=["well", "breaks", "hangs"], bounds=replace(BOUNDS, timeout=15 * SECOND))
+    for kind, target, turns, is_killed in calls:
+        try:
+            world.ask(kind=kind, target=target)
+        except Conflicting:
+            assert world.controller.open_request("default") is not None
+        world.run(turns, kills=frozenset({0}) if is_killed else frozenset())
+        assert sum(request.is_open for request in world.controller.requests.values()) <= 1
+    one, two, three = ((state.requests, state.workers) for state in (world.fold(), world.controller, world.supervisor))
+    assert one == two == three
+    world.run(120)
+    assert [request.request_id for request in world.fold().requests.values() if request.is_open] == []
+    assert set(world.fold().workers) == set(world.living)

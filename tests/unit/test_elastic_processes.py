@@ -1,0 +1,143 @@
+"""Processes of workers that come and go: started when they are wanted, asked to drain when they are not, killed at their deadline, given up alone."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from relax_events.broker.records import OutRecord
+from relax_events.config import RunConfig
+from relax_events.control.run import RunSession
+from relax_events.control.scaling import Asked, Bounds, Departure, ElasticWorker, Kind, ScaleState, Standing, Status, plan
+from relax_events.control.supervisor import ManagedProcess, Supervisor
+from relax_events.events.codec import EventCodec
+from relax_events.events.parts import WorkerState
+from relax_events.events.types import WorkerBeat
+from tests.unit.run_events import beat
+
+MakeRunConfig = Callable[..., RunConfig]
+WANTED = ElasticWorker("rollout-1", "rollout", "", Standing.WANTED)
+LEAVING = replace(WANTED, standing=Standing.LEAVING)
+DRAINS = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print('up', flush=True); signal.pause()"
+IGNORES = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause(); signal.pause()"
+
+
+@pytest.fixture
+def supervisor(make_run_config: MakeRunConfig, tmp_path: Path) -> Iterator[Supervisor]:
+    """Give a supervisor that has started nobody yet."""
+    made = Supervisor(make_run_config(workers={"max_restarts": 0}, telemetry={"metrics_port": 9100}), tmp_path / "run.json")
+    made._processes.clear()
+    yield made
+    made.stop(timeout_seconds=0)
+
+
+def started(supervisor: Supervisor, program: str, monkeypatch: pytest.MonkeyPatch) -> ManagedProcess:
+    """Have a program stand in for the elastic worker, and wait until it has said something."""
+    plain = Supervisor._elastic
+
+    def stand_in(self: Supervisor, worker: ElasticWorker) -> ManagedProcess:
+        managed = plain(self, worker)
+        managed.command = [sys.executable, "-c", program]
+        return managed
+
+    monkeypatch.setattr(Supervisor, "_elastic", stand_in)
+    assert supervisor.adjust([WANTED]) == []
+    managed = supervisor._processes["rollout-1"]
+    deadline = time.monotonic() + 30
+    while not managed.log_tail() and managed.is_running:
+        assert time.monotonic() < deadline
+    return managed
+
+
+def gone(supervisor: Supervisor, worker: ElasticWorker) -> tuple[Departure, str]:
+    """Wait until a worker is gone, and return how and why."""
+    deadline = time.monotonic() + 30
+    while not (found := supervisor.adjust([worker])):
+        assert time.monotonic() < deadline
+        supervisor.tend()
+    ((left, departure, reason),) = found
+    assert left == worker
+    assert supervisor.pids == {}
+    return departure, reason
+
+
+def test_worker_is_started_once_with_a_port_of_its_own_and_drains_when_it_shall_go(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    managed = started(supervisor, DRAINS, monkeypatch)
+    pid = supervisor.pids["rollout-1"]
+    assert supervisor.adjust([WANTED]) == []
+    assert (supervisor.pids, managed.metrics_port) == ({"rollout-1": pid}, 9107), "the trainer is the last of the start, on 9106"
+    assert gone(supervisor, LEAVING) == (Departure.DRAINED, "it drained")
+    supervisor.tend()
+    assert supervisor.pids == {}, "one that has left is not started again"
+
+
+@pytest.mark.parametrize("drain_micros", [0, 300_000])
+def test_worker_that_does_not_drain_is_killed_at_its_deadline(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, drain_micros: int) -> None:
+    started(supervisor, IGNORES, monkeypatch)
+    began = time.monotonic()
+    assert gone(supervisor, replace(LEAVING, drain_micros=drain_micros)) == (Departure.KILLED, "it ended with exit code -9")
+    assert time.monotonic() - began >= drain_micros / 1e6
+
+
+def test_worker_that_was_never_started_is_gone_at_once(supervisor: Supervisor) -> None:
+    assert supervisor.adjust([replace(WANTED, standing=Standing.PLANNED)]) == []
+    assert supervisor.adjust([LEAVING]) == [(LEAVING, Departure.ABSENT, "there was no process")]
+
+
+def test_worker_that_can_not_be_kept_going_is_given_up_and_the_run_goes_on(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    started(supervisor, "import sys; print('error: the reason'); sys.exit(2)", monkeypatch)
+    departure, reason = gone(supervisor, WANTED)
+    assert departure is Departure.FAILED
+    assert reason.startswith("rollout-1 ended with exit code 2; the end of ")
+    assert reason.endswith("error: the reason")
+
+
+def test_worker_for_a_server_is_told_where_it_is(supervisor: Supervisor) -> None:
+    managed = supervisor._elastic(replace(WANTED, url="http://10.0.0.7:30000"))
+    assert managed.command[-4:] == ["engine.name=sglang", 'engine.sglang.url="http://10.0.0.7:30000"', "--index", "1"]
+
+
+def test_ports_of_those_that_left_are_free_again(supervisor: Supervisor) -> None:
+    supervisor._processes["rollout-1"] = supervisor._elastic(WANTED)
+    second = supervisor._elastic(replace(WANTED, worker_id="rollout-2"))
+    assert (supervisor._processes["rollout-1"].metrics_port, second.metrics_port) == (9107, 9108)
+    del supervisor._processes["rollout-1"]
+    assert supervisor._elastic(replace(WANTED, worker_id="rollout-3")).metrics_port == 9107
+
+
+class Written:
+    """Takes what a session says on the log."""
+
+    def __init__(self) -> None:
+        self.records: list[OutRecord] = []
+
+    def send(self, record: OutRecord) -> None:
+        self.records.append(record)
+
+
+def test_run_says_on_the_log_who_is_gone_and_a_goodbye_that_the_worker_could_not_say(make_run_config: MakeRunConfig, supervisor: Supervisor) -> None:
+    session, written = RunSession(make_run_config()), Written()
+    session._producer = written  # type: ignore[assignment]
+    opening = plan(ScaleState(), Bounds.of(make_run_config(), is_supervised=True), Asked(kind=Kind.OUT, target=3), now=1_000_000).request
+    assert opening is not None
+    taken_back = opening.step(Status.REMOVING, now=2_000_000, outcome=Status.CANCELLED)
+    for event in (opening.opening(reason="asked"), beat("rollout-1", at_seconds=2), taken_back):
+        session._note(event)
+    for _ in range(2):
+        session._adjust(supervisor)
+    codec = EventCodec()
+    said = [codec.decode(record.value) for record in written.records]
+    goodbye, first, second = said
+    assert isinstance(goodbye, WorkerBeat)
+    assert (goodbye.worker_id, goodbye.state, goodbye.num_in_flight) == ("rollout-1", WorkerState.STOPPED, 0)
+    assert [getattr(event, "worker_id", "") for event in (first, second)] == ["rollout-1", "rollout-2"]
+    assert [record.key for record in written.records] == ["rollout-1", "", ""]
+    state = ScaleState()
+    for event in (opening.opening(reason="asked"), taken_back, first, second):
+        state.note(event)
+    assert (state.workers, state.requests[opening.request_id].left) == ({}, {"rollout-1", "rollout-2"})

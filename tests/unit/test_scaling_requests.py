@@ -1,0 +1,185 @@
+"""What a call to scale comes to: who comes, who goes, and what is said of calls that can't be done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from relax_events.control.run_state import RunState
+from relax_events.control.scaling import Asked, Bounds, Conflicting, Kind, Refused, ScaleRequest, ScaleState, Status, Unknown, plan
+from relax_events.control.scaling.admission import cancellation
+from relax_events.control.scaling.metrics import ScaleMetrics
+from relax_events.control.scaling.state import NUM_KEPT, Departure
+from relax_events.events.parts import Command
+from relax_events.events.types import RunCommanded
+from relax_events.pipeline.control import still_valid
+from tests.unit.run_events import run_config
+
+SECOND = 1_000_000
+BOUNDS = Bounds.of(run_config(), is_supervised=True)
+A, B = "http://127.0.0.1:30000", "http://127.0.0.1:30001"
+
+
+def opened(state: ScaleState, *, now: int = 10, **asked: Any) -> ScaleRequest:
+    found = plan(state, BOUNDS, Asked(**asked), now=now * SECOND)
+    assert found.request is not None
+    assert found.is_new
+    state.note(found.request.opening(reason=found.text))
+    return found.request
+
+
+def ended(state: ScaleState, request: ScaleRequest, *statuses: Status) -> ScaleState:
+    """Take a request through these statuses, and let whoever shall go be gone."""
+    for status in statuses:
+        state.note(request.step(status, now=20 * SECOND))
+    for worker in list(state.workers.values()):
+        if worker.standing == "leaving":
+            state.note(worker.gone(Departure.DRAINED, "it drained"))
+    return state
+
+
+def scaled(**asked: Any) -> ScaleState:
+    """Return a run that was scaled out before."""
+    state = ScaleState()
+    return ended(state, opened(state, kind=Kind.OUT, **asked), Status.CREATING, Status.ACTIVE)
+
+
+def test_target_is_absolute_and_counts_the_workers_of_the_start() -> None:
+    state = ScaleState()
+    assert opened(state, kind=Kind.OUT, target=3).workers == ("rollout-1", "rollout-2")
+    assert plan(scaled(target=3), BOUNDS, Asked(kind=Kind.OUT, target=3), now=0).request is None
+    assert plan(scaled(target=3), BOUNDS, Asked(kind=Kind.OUT, target=2), now=0).text == "workers of default there are: 3"
+    assert opened(scaled(target=3), kind=Kind.OUT, target=4).workers == ("rollout-3",)
+
+
+def test_newest_go_first_and_names_are_never_used_again() -> None:
+    state = scaled(target=4)
+    gone = opened(state, kind=Kind.IN, target=2)
+    assert gone.workers == ("rollout-3", "rollout-2")
+    ended(state, gone, Status.DRAINING, Status.COMPLETED)
+    assert list(state.workers) == ["rollout-1"]
+    assert opened(state, kind=Kind.OUT, target=3).workers == ("rollout-4",)
+
+
+def test_servers_are_attached_once_and_let_go_by_their_address() -> None:
+    state = scaled(urls=(A, A + "/"))
+    assert [worker.url for worker in state.workers.values()] == [A]
+    assert opened(state, kind=Kind.OUT, urls=(A, B)).urls == (B,)
+    state = scaled(urls=(A, B))
+    assert opened(state, kind=Kind.IN, urls=(A,)).workers == ("rollout-1",)
+
+
+def test_call_that_is_repeated_with_its_key_makes_no_second_request() -> None:
+    state = ScaleState()
+    first = opened(state, kind=Kind.OUT, target=3, key="k")
+    again = plan(state, BOUNDS, Asked(kind=Kind.OUT, target=3, key="k"), now=99)
+    assert (again.request, again.is_new) == (state.requests[first.request_id], False)
+    with pytest.raises(Conflicting, match=r"the key k belongs to request scale-out-.*, which asked for something else; take another key"):
+        plan(state, BOUNDS, Asked(kind=Kind.OUT, target=4, key="k"), now=99)
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "text"),
+    [
+        ({"target": 0}, Refused, "neither is given; give num_replicas >= 1 or engine_urls"),
+        ({"target": 2, "urls": (A,)}, Refused, "both is given"),
+        ({"target": 33}, Refused, "33 workers of default are more than 32: scaling.max_workers = 32"),
+        ({"target": 9, "model": "reward"}, Refused, "9 workers of reward are more than 8: each needs a partition, and there are 8"),
+        ({"target": 2, "model": "critic"}, Unknown, "this run has no model 'critic'; there is default, reward"),
+        ({"urls": ("ftp://x",)}, Refused, "'ftp://x' is no address of a server; give http://host:port"),
+        ({"urls": ("http://h:99999",)}, Refused, "is no address of a server"),
+        ({"urls": ('http://h:1/" x',)}, Refused, "is no address of a server"),
+        ({"urls": (A,), "model": "reward"}, Refused, "engine_urls are of servers for model 'default', got model 'reward'"),
+        ({"target": 0, "kind": Kind.IN}, Refused, "neither is given"),
+        ({"urls": (B,), "kind": Kind.IN}, Refused, "no worker that was added is attached to 'http://127.0.0.1:30001'; those of the start stay"),
+    ],
+)
+def test_call_that_can_not_be_done_says_why(asked: dict[str, Any], error: type[Refused], text: str) -> None:
+    with pytest.raises(error) as refusal:
+        plan(ScaleState(), BOUNDS, Asked(**{"kind": Kind.OUT} | asked), now=0)
+    assert text in str(refusal.value)
+
+
+def test_workers_of_the_start_stay() -> None:
+    bounds = Bounds.of(run_config().model_copy(update={"workers": run_config().workers.model_copy(update={"rollout": 2})}), is_supervised=True)
+    with pytest.raises(Refused, match="the run starts with 2 workers of default, and those stay; num_replicas must be >= 2, got 1"):
+        plan(ScaleState(), bounds, Asked(kind=Kind.IN, target=1), now=0)
+
+
+def test_run_whose_workers_others_start_says_where_to_scale_it() -> None:
+    with pytest.raises(Refused, match=r"were not started by `relax run`.*scale the service rollout where it was started"):
+        plan(ScaleState(), replace(BOUNDS, is_supervised=False), Asked(kind=Kind.OUT, target=2), now=0)
+
+
+def test_one_request_at_a_time_for_each_model() -> None:
+    state = ScaleState()
+    first = opened(state, kind=Kind.OUT, target=2)
+    with pytest.raises(Conflicting, match=f"request {first.request_id} for default is PENDING; wait for its end, or cancel it"):
+        plan(state, BOUNDS, Asked(kind=Kind.OUT, target=3), now=0)
+    assert opened(state, kind=Kind.OUT, target=2, model="reward").workers == ("reward-1",)
+
+
+def test_second_of_two_controllers_that_did_not_know_of_each_other_comes_to_nothing() -> None:
+    state = ScaleState()
+    first, second = opened(ScaleState(), kind=Kind.OUT, target=2), opened(ScaleState(), kind=Kind.OUT, target=3)
+    for request in (first, second):
+        state.note(request.opening(reason="asked"))
+    assert (state.requests[second.request_id].status, state.requests[first.request_id].status) == (Status.FAILED, Status.PENDING)
+    assert state.requests[second.request_id].error == f"request {first.request_id} came first"
+    assert list(state.workers) == ["rollout-1"]
+
+
+def test_only_what_brings_workers_and_is_not_over_can_be_cancelled() -> None:
+    state = ScaleState()
+    request = opened(state, kind=Kind.OUT, target=2)
+    assert cancellation(state.requests[request.request_id]) is state.requests[request.request_id]
+    ended(state, request, Status.CREATING, Status.ACTIVE)
+    with pytest.raises(Refused, match="is ACTIVE; only what has not ended can be cancelled"):
+        cancellation(state.requests[request.request_id])
+    with pytest.raises(Refused, match="which is not taken back; ask for as many again"):
+        cancellation(opened(state, kind=Kind.IN, target=1))
+
+
+def test_records_that_nobody_of_ours_wrote_change_nothing() -> None:
+    state = scaled(target=2)
+    before = dict(state.requests)
+    (request_id,) = before
+    given = opened(ScaleState(), kind=Kind.OUT, target=2).opening(reason="asked").arguments
+    strange = ({"workers": "rollout-x"}, {"workers": ""}, {"urls": f"{A} {B}"}, {"timeout": "soon"}, {"kind": "sideways"})
+    steps = ({"request": request_id, "status": status} for status in ("SLEEPING", "DRAINING", "CREATING"))
+    for arguments in (*(given | odd for odd in strange), *steps, {}, {"request": "x"}):
+        state.note(RunCommanded(command=Command.SCALE, role="rollout", reason="odd", arguments=arguments))
+    state.note(RunCommanded(command=Command.SCALE, role="rollout", worker_id="rollout-77", reason="odd", arguments={"left": "drained"}))
+    assert (state.requests, list(state.workers)) == (before, ["rollout-1"])
+
+
+def test_only_the_newest_of_the_requests_that_are_over_are_kept() -> None:
+    state = ScaleState()
+    for _ in range(NUM_KEPT + 5):
+        ended(state, opened(state, kind=Kind.OUT, target=2), Status.CREATING, Status.REMOVING, Status.FAILED)
+    assert (len(state.requests), sum(state.ended.values())) == (NUM_KEPT, NUM_KEPT + 5)
+    assert opened(state, kind=Kind.OUT, target=2).workers == (f"rollout-{NUM_KEPT + 6}",)
+
+
+def test_run_that_is_taken_up_still_knows_its_workers() -> None:
+    state = ScaleState()
+    request = opened(state, kind=Kind.OUT, target=2)
+    log = [request.opening(reason="asked"), RunCommanded(command=Command.STOP, reason="over"), RunCommanded(command=Command.RESUME, reason="go on")]
+    heard = ScaleState()
+    for event in still_valid(log):
+        heard.note(event)
+        RunState().note(event)
+    assert (list(heard.workers), heard.is_over) == (["rollout-1"], False)
+
+
+def test_figures_tell_of_requests_and_of_workers() -> None:
+    state = scaled(target=3)
+    opened(state, kind=Kind.IN, target=2)
+    figures = {
+        (sample.name, *sample.labels.values()): sample.value for metric in ScaleMetrics(state, BOUNDS).collect() for sample in metric.samples
+    }
+    assert figures["relax_scale_requests_total", "rollout", "out", "ACTIVE"] == 1
+    assert figures["relax_scale_requests_open", "rollout", "in", "PENDING"] == 1
+    assert (figures["relax_workers_wanted", "rollout"], figures["relax_workers_wanted", "reward"]) == (3, 1)
