@@ -26,6 +26,7 @@ from relax_events.control.orphans import VARIABLE
 from relax_events.control.run_metrics import RunMetrics
 from relax_events.control.run_state import FOLLOWED, RunState
 from relax_events.control.scaling import Bounds, ScaleState
+from relax_events.control.scaling.autoscaler import Autoscaler
 from relax_events.control.scaling.desk import Errand, ScaleDesk
 from relax_events.control.scaling.metrics import ScaleMetrics
 from relax_events.control.scaling.server import ApiServer, is_served
@@ -71,6 +72,7 @@ class ControllerLoop:
         worker.metrics.registry.register(HealthMetrics(self._health, self._config))
         bounds = Bounds.of(self._config, is_supervised=VARIABLE in os.environ)
         self._scaling = ScaleDesk(ScaleState(), bounds, self._give)
+        self._autoscaler = Autoscaler(self._config, self._state, self._scaling)
         worker.metrics.registry.register(ScaleMetrics(self._scaling.state, bounds))
         self._purger = Purger(self._config, worker.connection, open_store(self._config), worker.codec)
         self._retention = RetentionKeeper(self._purger, self._config)
@@ -102,6 +104,7 @@ class ControllerLoop:
         self._judge()
         self._tend_workers()
         self._look_at_queue()
+        self._autoscaler.tend(now=now_micros(), num_unfinished=self._metrics.num_queued)
         self._scaling.tend()
         self._look_at_partitions()
         for entity, count in self._retention.tend().items():

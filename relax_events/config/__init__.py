@@ -9,7 +9,7 @@ from relax_events.config.generation import EngineConfig, ModelConfig, SamplingCo
 from relax_events.config.loading import load_run_config
 from relax_events.config.media import MediaConfig
 from relax_events.config.reward import ChosenReward, RewardConfig
-from relax_events.config.scaling import ScalingConfig
+from relax_events.config.scaling import AutoscalerConfig, ScalingConfig
 from relax_events.config.sections import HealthConfig, RunConfig, RunSection, SourceSection, TelemetryConfig, WorkersConfig
 from relax_events.config.teacher import TeacherConfig
 from relax_events.config.tracing import TracesConfig
@@ -18,6 +18,7 @@ from relax_events.config.weights import WeightsConfig
 
 __all__ = [
     "AlgorithmConfig",
+    "AutoscalerConfig",
     "BrokerConfig",
     "ChosenReward",
     "CriticConfig",
