@@ -92,7 +92,7 @@ def plan(state: ScaleState, bounds: Bounds, asked: Asked, *, now: int) -> Plan:
     if asked.target > pool.max_workers:
         raise Refused(f"{asked.target} workers of {pool.model} are more than {pool.max_workers}: {pool.limit}")
     if not bounds.is_supervised:
-        remedy = f"scale the service {pool.role} where it was started; see docs/how-to/scale-rollout.md"
+        remedy = f"scale the service {pool.role} where it was started, or by KEDA; see docs/how-to/scale-rollout.md"
         raise Refused(f"the workers of this run were not started by `relax run`, so nobody here can start or end one; {remedy}")
     found = _coming(state, pool, asked) if asked.kind is Kind.OUT else _going(state, pool, asked)
     if isinstance(found, str):

@@ -1,0 +1,49 @@
+"""The manifests for KEDA name metrics, topics and groups that there are, and the usual settings."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from relax_events.config import EngineConfig, RunConfig
+from relax_events.topics import TopicPlan
+from stack.dashboards import catalogue
+
+FOLDER = Path(__file__).parents[2] / "compose"
+OBJECTS: dict[str, dict[str, Any]] = {path.name: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("keda*.yml"))}
+PLAN = TopicPlan.of(RunConfig.model_validate({"run": {"id": "run"}, "model": {"path": "model"}, "data": {"source": "jsonl:rows"}}))
+
+
+def trigger_of(name: str, kind: str) -> dict[str, str]:
+    (trigger,) = OBJECTS[name]["spec"]["triggers"]
+    assert trigger["type"] == kind
+    return dict(trigger["metadata"])
+
+
+@pytest.mark.parametrize("found", OBJECTS.values(), ids=OBJECTS)
+def test_object_scales_the_rollout_workers_within_bounds(found: dict[str, Any]) -> None:
+    assert (found["apiVersion"], found["kind"]) == ("keda.sh/v1alpha1", "ScaledObject")
+    spec = found["spec"]
+    assert spec["scaleTargetRef"] == {"kind": "Deployment", "name": "relax-rollout"}
+    assert 1 <= spec["minReplicaCount"] < spec["maxReplicaCount"]
+    assert all(isinstance(value, str) for trigger in spec["triggers"] for value in trigger["metadata"].values()), "KEDA takes text alone"
+
+
+def test_query_asks_for_metrics_that_are_served() -> None:
+    trigger = trigger_of("keda.yml", "prometheus")
+    asked = set(re.findall(r"\brelax_\w+", trigger["query"]))
+    assert asked == {"relax_prompt_groups_queued", "relax_run_at_rest"}
+    assert asked <= catalogue().keys()
+    assert int(trigger["threshold"]) == EngineConfig().max_prompt_groups
+
+
+def test_lag_is_that_of_the_group_and_topic_that_rollout_reads() -> None:
+    trigger = trigger_of("keda-consumer-group.yml", "apache-kafka")
+    assert trigger["consumerGroup"] == PLAN.consumer_group("rollout").replace(".run.", ".RUN.")
+    assert trigger["topic"] == PLAN.topic("prompt.groups").replace(".run.", ".RUN.")
+    assert int(trigger["lagThreshold"]) == EngineConfig().max_prompt_groups
+
