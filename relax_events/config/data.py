@@ -42,7 +42,7 @@ class RowsConfig(Section):
     multimodal_keys: dict[Literal["image", "audio", "video"], str] = Field(default_factory=dict)
     """Columns that hold media, by modality: `{ image = "images" }`. Each `<image>`, `<audio>` or `<video>` in the prompt stands for one piece
     of its column, in order. A column holds one or a list: paths, web addresses, bytes, data URIs, or objects with `bytes` or `path` as
-    Hugging Face datasets have them."""
+    Hugging Face datasets have them; beside the path of a tar file, `member` names a file in it."""
     media_root: Path | None = None
     """Folder in which the paths in those columns begin, and outside of which nothing is read; without it a row can't name files."""
     media_hosts: tuple[str, ...] = ()
