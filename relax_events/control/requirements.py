@@ -71,8 +71,10 @@ def _require_reader_of_media(config: RunConfig) -> None:
             reads = " and ".join(layout.READS) if layout else "text alone"
             able = ", ".join(name for name, family in MEDIA_FAMILIES.items() if brought <= set(family.READS))
             raise ConfigError(f"the data bring media of kind {unread[0]} and {what} reads {reads}; take a model of one of the families {able}")
-    if config.algorithm.needs_critic:
-        raise ConfigError(f"the data bring media, and the critic of algorithm {config.algorithm.name} reads text alone; take another algorithm")
+    if config.algorithm.needs_critic and (critic := config.critic.model_path) is not None:
+        layout = MediaLayout.from_folder(critic, config.model.media)
+        if unread := sorted(brought - set(layout.READS if layout else ())):
+            raise ConfigError(f"the data bring media of kind {unread[0]}, and critic.model_path {critic} does not read such; leave it out")
     if missing := [name for name in ("PIL", "av") if importlib.util.find_spec(name) is None]:
         raise EnvironmentProblem(f"{'pillow' if missing[0] == 'PIL' else missing[0]} is not installed; install relax-events[media]")
 

@@ -15,6 +15,7 @@ from relax_events.data.rows import PromptRow, PromptSource
 from relax_events.data.sources import open_source
 from relax_events.errors import ConfigError
 from tests.unit.pictures import BOUNDS, picture_run
+from tests.unit.trainer_samples import tiny_model
 
 BRIGHT = 150
 """Above all of the background's noise, below at least one channel of every square."""
@@ -95,9 +96,12 @@ def test_run_with_sounds_needs_a_model_that_hears(tmp_path: Path) -> None:
         require_model(run("qwen3_vl"))
 
 
-def test_run_with_pictures_has_no_critic(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the critic of algorithm ppo reads text alone"):
-        require_model(run_of(tmp_path, "qwen3_vl", name="ppo"))
+def test_run_with_pictures_needs_a_critic_that_sees(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "qwen3_vl", name="ppo")
+    assert require_model(run).endswith("will be made by the run")
+    blind = run.model_copy(update={"critic": run.critic.model_copy(update={"model_path": tiny_model()})})
+    with pytest.raises(ConfigError, match=r"kind image, and critic.model_path .* does not read such; leave it out"):
+        require_model(blind)
 
 
 def test_bounds_of_tokens_must_leave_something(tmp_path: Path) -> None:
