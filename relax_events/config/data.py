@@ -19,8 +19,9 @@ class RowsConfig(Section):
 
     source: str
     """`jsonl:<file>` (also .gz, .zst and .bz2), `parquet:<file or folder>`, `reasoning_gym:<task>` for generated problems with their own
-    verifier, or for media that are made on demand `scenes:<task>` (pictures: colour, count, where), `clips:<task>` (direction, order) or
-    `tones:<task>` (pitch, order). `[100:200]` at the end takes a slice of a file's rows, counted from 0, the last one not included."""
+    verifier, or for media that are made on demand `scenes:<task>` (pictures: colour, count, where, and zoom for the environment of this name),
+    `clips:<task>` (direction, order) or `tones:<task>` (pitch, order). `[100:200]` at the end takes a slice of a file's rows, counted from 0,
+    the last one not included."""
     split: str = ""
     """Of a folder in Hugging Face layout: take the files of this split only, such as `train`; empty takes all."""
     prompt_key: str = "prompt"

@@ -189,7 +189,7 @@ class TransformersEngine:
         for _ in range(min(room, len(self._waiting))):
             sample = self._waiting.popleft()
             sequence = sample.sequence
-            content = (sequence.tobytes(), *(piece.reference.digest for piece in sample.media))
+            content = (sequence.tobytes(), sample.given.tobytes(), *(piece.reference.digest for piece in sample.media))
             by_length[_rounded(len(sequence), TOKEN_BLOCK)].setdefault(content, []).append(sample)
         for length, sharers in by_length.items():
             size = max(1, MAX_PREFILL_TOKENS // length) if self._rule.prefills_together else 1
@@ -257,8 +257,8 @@ class TransformersEngine:
 
 def _media_sequence(sample: Sample, first_cell: int) -> MediaSequence:
     tokens = sample.sequence
-    places = np.arange(len(tokens))
-    return MediaSequence(f"sample {sample.sample_id}", tokens, places < len(sample.prompt_tokens), sample.media, first_cell + places)
+    given = np.append(sample.given, np.zeros(len(sample.tokens), bool))
+    return MediaSequence(f"sample {sample.sample_id}", tokens, given, sample.media, first_cell + np.arange(len(tokens)))
 
 
 def _rounded(count: int, block: int) -> int:
