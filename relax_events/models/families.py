@@ -104,7 +104,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class MediaFamily(Family):
-    """Models with a vision tower whose features also go into the first layers, as Qwen3-VL, and perhaps an audio tower.
+    """Models with a vision tower, whose features in Qwen3-VL also go into the first layers, and perhaps an audio tower.
 
     Attributes:
         language_name: Of the part that computes hidden states from embeddings.
