@@ -1,6 +1,6 @@
-"""Roles, engines, trainer backends, rewards, algorithms and trackers are entry points, so that nothing here knows them all and anyone can add one.
+"""Roles, engines, trainer backends, rewards, environments, algorithms and trackers are entry points: nothing here knows them all.
 
-One's own needs no package: `path/to/file.py:Name` names it as well.
+Anyone can add one. One's own needs no package: `path/to/file.py:Name` names it as well.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ ROLES = "relax_events.roles"
 ENGINES = "relax_events.engines"
 TRAINER_BACKENDS = "relax_events.trainer_backends"
 REWARDS = "relax_events.rewards"
+ENVIRONMENTS = "relax_events.environments"
 ALGORITHMS = "relax_events.algorithms"
 TRACKERS = "relax_events.trackers"
 CLASS, FUNCTION = type, Callable

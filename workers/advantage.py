@@ -22,7 +22,7 @@ from relax_events.errors import CorruptRecord, PoisonSample, RewardError
 from relax_events.events.parts import Array, Outcome, TopicOffset
 from relax_events.events.tensors import dense
 from relax_events.events.types import Event, PolicyVersionPublished, SampleEvaluated, SampleReady, SampleRolledOut, SampleScored
-from relax_events.objects.roots import media_in
+from relax_events.objects.roots import media_of
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.join import GroupJoin, JoinedGroup
 from relax_events.pipeline.validation import check_sample
@@ -208,7 +208,7 @@ class AdvantageLoop:
             temperature=sample.temperature,
             num_prompt_tokens=sample.num_prompt_tokens,
             finish_reason=sample.finish_reason,
-            media=media_in(sample.messages),
+            media=media_of(sample),
             routed_experts=sample.routed_experts,
         )
         return self._worker.sample_record("advantage.samples", ready, prompt_group_id=sample.prompt_group_id, policy_version=sample.policy_version)

@@ -13,11 +13,13 @@ from relax_events.data.placeholders import with_media
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow, PromptSource
 from relax_events.data.tally import EvaluationTally
-from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
+from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest, Task
 from relax_events.errors import PoisonSample, RewardError, RunFailed
 from relax_events.events.parts import FinishReason
 from relax_events.events.types import PolicyEvaluated
+from relax_events.media.items import MediaItem
 from relax_events.media.library import MediaLibrary
+from relax_events.models.media_inputs import ProcessedMedia
 from relax_events.rewards.pool import RewardItem, RewardPool
 
 log = structlog.get_logger()
@@ -63,6 +65,7 @@ class EvaluationPass:
         self._sampling = dataset.sampling or config.engine.sampling
         self._max_running = config.engine.max_running_samples
         self._seed = config.run.seed
+        self._has_environment = bool(config.environment.function)
         self._policy_version = engine.policy_version
         self._next_row = 0
         self._at_work: dict[str, tuple[int, PromptRow, int]] = {}
@@ -123,7 +126,7 @@ class EvaluationPass:
         row = self._source.row(index)
         name = f"{self._dataset.name}/{index}"
         try:
-            media = tuple(self._library.show(item) for item in row.media)
+            media = tuple(self._shown(item) for item in row.media)
             messages = with_media(row.messages, [piece.reference for piece in media])
             prompt_tokens = self._renderer.prompt_tokens(messages, tools=row.tools)
             self._engine.submit(
@@ -134,6 +137,7 @@ class EvaluationPass:
                     sampling=self._sampling,
                     stop_token_ids=self._renderer.stop_token_ids,
                     media=media,
+                    task=Task(messages=messages, answer=row.answer, metadata=row.metadata, tools=row.tools),
                 )
             )
         except PoisonSample as error:
@@ -141,6 +145,10 @@ class EvaluationPass:
             log.warning("prompt.refused", dataset=self._dataset.name, row=index, error=str(error))
             return
         self._at_work[name] = (index, row, self._dataset.samples_per_prompt)
+
+    def _shown(self, item: MediaItem) -> ProcessedMedia:
+        """Check a piece of media; where there is an environment it goes into the store, for its child to have."""
+        return self._library.processed(self._library.admit(item)) if self._has_environment else self._library.show(item)
 
     def _sample(self, name: str, number: int) -> SampleRequest:
         digest = hashlib.blake2b(f"{self._seed}/{name}/{number}".encode(), digest_size=7).digest()
@@ -158,7 +166,7 @@ class EvaluationPass:
             self.tally.note_sample(
                 index,
                 reward=None if failed or isinstance(result, RewardError) else result.reward,
-                num_tokens=len(sample.tokens),
+                num_tokens=sample.num_chosen,
                 is_truncated=sample.finish_reason is FinishReason.LENGTH,
             )
             if missing > 1:
@@ -171,6 +179,6 @@ class EvaluationPass:
         if len(versions) > 1:
             raise RunFailed(f"sample {sample.sample_id} must be of policy version {self._policy_version} alone, got {sorted(versions)}")
         row = self._at_work[sample.prompt_group_id][1]
-        prompt = "\n".join(message.text for message in row.messages)
-        completion = self._renderer.completion_text(sample.tokens)
+        prompt = "\n".join(message.text for message in (*row.messages, *sample.turns[:-1]))
+        completion = sample.turns[-1].text if sample.turns else self._renderer.completion_text(sample.tokens)
         return RewardItem(sample.sample_id, completion, answer=row.answer, metadata=row.metadata, prompt=prompt)

@@ -32,7 +32,7 @@ from relax_events.weights.manifest import Weights
 from relax_events.weights.transport import StoreTransport, WeightsTransport
 from workers.evaluation_pass import EvaluationPass
 from workers.opening import open_store, open_worker
-from workers.rollout import open_engine
+from workers.rollout import open_speaker
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
@@ -46,7 +46,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     with ExitStack() as stack:
         rewards = {part.name: stack.enter_context(RewardPool(part.reward or config.reward)) for part in config.evaluation.datasets}
         worker = stack.enter_context(open_worker("evaluator", config, index=index, store=store, follow=("control.evaluations",), linger_ms=0))
-        engine = open_engine(config, name=config.engine.name)
+        engine = open_speaker(config, name=config.engine.name)
         stack.callback(engine.close)
         EvaluatorLoop(worker, engine, StoreTransport(store, full_every=config.weights.full_every), sources=sources, rewards=rewards).run()
 

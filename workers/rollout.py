@@ -11,7 +11,7 @@ import hashlib
 import queue
 import time
 from collections import deque
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from relax_events.broker.share_leases import ShareLeases
 from relax_events.config import RunConfig
 from relax_events.data.laying_out import sample_answers
 from relax_events.data.rendering import PromptRenderer
-from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
+from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest, Task
 from relax_events.errors import ConfigError, CorruptRecord, ObjectError, PoisonSample, WeightsError
 from relax_events.events.parts import Outcome, VersionSegment, now_micros
 from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupIssued, SampleRolledOut
@@ -53,7 +53,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     store = open_store(config)
     with open_worker("rollout", config, index=index, store=store, linger_ms=0) as worker:
-        engine = open_engine(config, name=config.rollout_engine)
+        engine = open_speaker(config, name=config.rollout_engine)
         try:
             with closing(open_receiving(worker, store)) as transport:
                 RolloutLoop(worker, engine, transport, library=MediaLibrary(config, store=store)).run()
@@ -70,6 +70,26 @@ def open_engine(config: RunConfig, *, name: str) -> Engine:
     plugin = find_plugin(ENGINES, name, what=f"engine.name = {name!r}")
     engine: Engine = plugin.load()(config.model.path, config=config.engine, model=config.model)
     return engine
+
+
+def open_speaker(config: RunConfig, *, name: str) -> Engine:
+    """Load an engine; where the run has an environment, one whose samples talk with it.
+
+    Raises:
+        ConfigError: As `open_engine`, or the environment can't be loaded.
+    """
+    if not config.environment.function:
+        return open_engine(config, name=name)
+    from relax_events.environments.episodes import Episodes  # which loads torch, as an engine of this machine does
+    from relax_events.environments.pool import EnvironmentPool
+
+    with ExitStack() as on_failure:
+        pool = EnvironmentPool(config)
+        on_failure.callback(pool.close)
+        renderer = PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media)
+        episodes = Episodes(open_engine(config, name=name), pool, config=config, renderer=renderer, library=MediaLibrary(config))
+        on_failure.pop_all()
+    return episodes
 
 
 def sample_seed(group_seed: int, sample_index: int) -> int:
@@ -243,6 +263,7 @@ class RolloutLoop:
                     stop_token_ids=self._renderer.stop_token_ids,
                     media=tuple(self._library.processed(reference) for reference in media_in(issued.messages)),
                     num_top_tokens=self._config.algorithm.num_rollout_top_tokens,
+                    task=Task(messages=issued.messages, answer=issued.answer, metadata=issued.metadata, tools=issued.tools),
                 )
             )
         except PoisonSample as error:
@@ -299,7 +320,7 @@ class RolloutLoop:
             self._written.append(group.issued.prompt_group_id)
             group.done()
             group.end_work()
-        self._worker.metrics.tokens(sum(len(sample.tokens) for group in groups for sample in group.samples))
+        self._worker.metrics.tokens(sum(sample.num_chosen for group in groups for sample in group.samples))
         self._worker.finished(len(groups), started)
 
     def _records(self, group: GroupInWork) -> list[OutRecord]:
@@ -320,7 +341,8 @@ class RolloutLoop:
         index = int(sample.sample_id.rpartition("/")[2])
         tokens = np.concatenate([prompt, completion]).astype(np.int32, copy=False)
         loss_mask = np.zeros(len(tokens), np.uint8)
-        loss_mask[len(prompt) :] = group.answers[index].loss_mask if group.answers else 1
+        chosen = 1 if sample.loss_mask is None else sample.loss_mask
+        loss_mask[len(prompt) :] = group.answers[index].loss_mask if group.answers else chosen
         logprobs = np.zeros(len(tokens), np.float32)
         logprobs[len(prompt) :] = sample.logprobs
         return SampleRolledOut(
@@ -342,8 +364,9 @@ class RolloutLoop:
             num_prompt_tokens=len(prompt),
             temperature=self._config.engine.sampling.temperature,
             finish_reason=sample.finish_reason,
-            completion=self._renderer.completion_text(completion),
+            completion=sample.turns[-1].text if sample.turns else self._renderer.completion_text(completion),
             messages=issued.messages,
+            turns=list(sample.turns),
             answer=issued.answer,
             metadata=issued.metadata,
             topk_ids=self._top_tokens(sample),
@@ -353,7 +376,7 @@ class RolloutLoop:
     def _top_tokens(self, sample: GeneratedSample) -> np.ndarray | None:
         if not (num_wanted := self._config.algorithm.num_rollout_top_tokens):
             return None
-        wanted = (len(sample.tokens), num_wanted)
+        wanted = (sample.num_chosen, num_wanted)
         if sample.top_tokens is None or sample.top_tokens.shape != wanted:
             got = "none" if sample.top_tokens is None else f"shape {sample.top_tokens.shape}"
             need = f"algorithm.distill_tokens = 'student_topk' needs {num_wanted} most probable tokens with each token"

@@ -14,7 +14,7 @@ from relax_events.cli.output import print_table
 if TYPE_CHECKING:
     from relax_events.control.samples.detail import SampleDetail, TokenRow
     from relax_events.control.samples.view import SampleLine
-    from relax_events.events.parts import ContentPart
+    from relax_events.events.parts import ChatMessage, ContentPart
     from relax_events.events.types import SampleScored
 
 HEAD = f"{'sample':<17} {'version':>7}  {'outcome':<13} {'reward':>7} {'tokens':>6}  {'end':<6}  completion"
@@ -54,8 +54,8 @@ def sample_text(detail: SampleDetail) -> Iterator[str]:
     """Give the lines of a sample."""
     sample, view = detail.view.sample, detail.view
     yield f"sample {sample.sample_id} at {view.place}, generated {clock_time(sample.rolled_out_at)} by {sample.worker_id}"
-    for message in sample.messages:
-        yield from indented(message.role, "".join(part_text(part) for part in message.parts))
+    for message in (*sample.messages, *sample.turns[:-1]):
+        yield from indented(message.role, message_text(message))
     yield from indented("completion", sample.completion)
     yield from indented("answer", sample.answer)
     yield ""
@@ -91,6 +91,11 @@ def outcome_text(detail: SampleDetail) -> str:
     return f"{view.outcome}{f': {ended.reason}' if ended is not None and ended.reason else ''}"
 
 
+def message_text(message: ChatMessage) -> str:
+    """Return a message, its media as `part_text` has them."""
+    return "".join(part_text(part) for part in message.parts)
+
+
 def part_text(part: ContentPart) -> str:
     """Return a piece of a message; media as their type, size and address."""
     media = part.media
@@ -119,7 +124,8 @@ def sample_document(detail: SampleDetail) -> dict[str, Any]:
     sample, view, ready = detail.view.sample, detail.view, detail.ready
     return {
         **asdict(view.line(detail.newest_version)),
-        "messages": [{"role": message.role, "content": "".join(part_text(part) for part in message.parts)} for message in sample.messages],
+        "messages": [{"role": message.role, "content": message_text(message)} for message in sample.messages],
+        "turns": [{"role": message.role, "content": message_text(message)} for message in sample.turns],
         "answer": sample.answer,
         "metadata": sample.metadata,
         "row": sample.row,

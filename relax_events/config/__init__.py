@@ -4,6 +4,7 @@ from relax_events.config.algorithm import AlgorithmConfig
 from relax_events.config.broker import BrokerConfig, ObjectsConfig
 from relax_events.config.critic import CriticConfig
 from relax_events.config.data import DataConfig, DatasetConfig, RowsConfig
+from relax_events.config.environment import EnvironmentConfig
 from relax_events.config.evaluation import EvaluationConfig, EvaluationDatasetConfig
 from relax_events.config.generation import EngineConfig, ModelConfig, SamplingConfig, SGLangConfig
 from relax_events.config.loading import load_run_config
@@ -25,6 +26,7 @@ __all__ = [
     "DataConfig",
     "DatasetConfig",
     "EngineConfig",
+    "EnvironmentConfig",
     "EvaluationConfig",
     "EvaluationDatasetConfig",
     "HealthConfig",

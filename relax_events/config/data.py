@@ -19,8 +19,9 @@ class RowsConfig(Section):
 
     source: str
     """`jsonl:<file>` (also .gz, .zst and .bz2), `parquet:<file or folder>`, `reasoning_gym:<task>` for generated problems with their own
-    verifier, or for media that are made on demand `scenes:<task>` (pictures: colour, count, where), `clips:<task>` (direction, order) or
-    `tones:<task>` (pitch, order). `[100:200]` at the end takes a slice of a file's rows, counted from 0, the last one not included."""
+    verifier, or for media that are made on demand `scenes:<task>` (pictures: colour, count, where, and zoom for the environment of this name),
+    `clips:<task>` (direction, order) or `tones:<task>` (pitch, order). `[100:200]` at the end takes a slice of a file's rows, counted from 0,
+    the last one not included."""
     split: str = ""
     """Of a folder in Hugging Face layout: take the files of this split only, such as `train`; empty takes all."""
     prompt_key: str = "prompt"
@@ -42,7 +43,7 @@ class RowsConfig(Section):
     multimodal_keys: dict[Literal["image", "audio", "video"], str] = Field(default_factory=dict)
     """Columns that hold media, by modality: `{ image = "images" }`. Each `<image>`, `<audio>` or `<video>` in the prompt stands for one piece
     of its column, in order. A column holds one or a list: paths, web addresses, bytes, data URIs, or objects with `bytes` or `path` as
-    Hugging Face datasets have them."""
+    Hugging Face datasets have them; beside the path of a tar file, `member` names a file in it."""
     media_root: Path | None = None
     """Folder in which the paths in those columns begin, and outside of which nothing is read; without it a row can't name files."""
     media_hosts: tuple[str, ...] = ()

@@ -13,6 +13,7 @@ from relax_events.config.base import Positive, Seconds, Section
 from relax_events.config.broker import BrokerConfig, ObjectsConfig
 from relax_events.config.critic import CriticConfig
 from relax_events.config.data import DataConfig
+from relax_events.config.environment import EnvironmentConfig
 from relax_events.config.evaluation import EvaluationConfig
 from relax_events.config.generation import EngineConfig, ModelConfig
 from relax_events.config.reward import RewardConfig
@@ -183,6 +184,7 @@ class RunConfig(Section):
     broker: BrokerConfig = BrokerConfig()
     objects: ObjectsConfig = ObjectsConfig()
     engine: EngineConfig = EngineConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     reward: RewardConfig = RewardConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
@@ -205,6 +207,17 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _answers_are_there(self) -> RunConfig:
         check_answers(self)
+        return self
+
+    @model_validator(mode="after")
+    def _environment_has_somebody_to_talk_with(self) -> RunConfig:
+        function, algorithm = self.environment.function, self.algorithm
+        if function and not algorithm.has_rewards:
+            rule = f"is of no use to algorithm {algorithm.name}, which learns from answers that the data bring"
+            raise ValueError(f"environment.function = {function!r} {rule}; leave it out")
+        if function and not self.data.chat_template:
+            need = "needs a chat template, which knows how messages part"
+            raise ValueError(f"environment.function = {function!r} {need}; leave data.chat_template out")
         return self
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ from relax_events.data.sources import media_brought
 from relax_events.errors import ConfigError, EnvironmentProblem
 from relax_events.models.media_layout import MEDIA_FAMILIES, MediaLayout
 from relax_events.models.vocabulary import require_same_vocabulary
-from relax_events.plugins import ENGINES, ROLES, TRAINER_BACKENDS, find_plugin
+from relax_events.plugins import ENGINES, ENVIRONMENTS, FUNCTION, ROLES, TRAINER_BACKENDS, find_plugin
 
 MODEL_PACKAGES = ("torch", "transformers", "safetensors")
 MODEL_FILES = ("config.json", "tokenizer_config.json")
@@ -20,7 +20,7 @@ MAX_PORT = 65_535
 
 
 def require_roles(config: RunConfig) -> str:
-    """Return the roles with their numbers, once every role, engine, backend and algorithm that the run names is installed.
+    """Return the roles with their numbers, once every role, engine, environment, backend and algorithm that the run names is installed.
 
     Raises:
         ConfigError: One is not; the text names its key and those that are.
@@ -29,6 +29,8 @@ def require_roles(config: RunConfig) -> str:
         find_plugin(ROLES, role, what=f"role {role!r}")
     for engine in dict.fromkeys((config.engine.name, config.rollout_engine)):
         find_plugin(ENGINES, engine, what=f"engine.name = {engine!r}")
+    if environment := config.environment.function:
+        find_plugin(ENVIRONMENTS, environment, what=f"environment.function = {environment!r}", accepts=FUNCTION)
     find_plugin(TRAINER_BACKENDS, config.trainer.backend, what=f"trainer.backend = {config.trainer.backend!r}")
     find_algorithm(config.algorithm.name)
     return ", ".join(f"{role} x {count}" for role, count in config.roles().items())
@@ -71,8 +73,10 @@ def _require_reader_of_media(config: RunConfig) -> None:
             reads = " and ".join(layout.READS) if layout else "text alone"
             able = ", ".join(name for name, family in MEDIA_FAMILIES.items() if brought <= set(family.READS))
             raise ConfigError(f"the data bring media of kind {unread[0]} and {what} reads {reads}; take a model of one of the families {able}")
-    if config.algorithm.needs_critic:
-        raise ConfigError(f"the data bring media, and the critic of algorithm {config.algorithm.name} reads text alone; take another algorithm")
+    if config.algorithm.needs_critic and (critic := config.critic.model_path) is not None:
+        layout = MediaLayout.from_folder(critic, config.model.media)
+        if unread := sorted(brought - set(layout.READS if layout else ())):
+            raise ConfigError(f"the data bring media of kind {unread[0]}, and critic.model_path {critic} does not read such; leave it out")
     if missing := [name for name in ("PIL", "av") if importlib.util.find_spec(name) is None]:
         raise EnvironmentProblem(f"{'pillow' if missing[0] == 'PIL' else missing[0]} is not installed; install relax-events[media]")
 

@@ -10,7 +10,7 @@ from jaxtyping import UInt8
 from pydantic import Field
 
 from relax_events.config.base import Section
-from relax_events.data.drawn import DrawnKind
+from relax_events.data.drawn import Drawn, DrawnKind
 from relax_events.data.scenes import COLOURS, background, fill
 from relax_events.errors import EnvironmentProblem
 from relax_events.events.parts import Modality
@@ -28,7 +28,7 @@ class ClipOptions(Section):
     """Of a clip, two a second."""
 
 
-def _direction(generator: np.random.Generator, options: ClipOptions) -> tuple[str, bytes]:
+def _direction(generator: np.random.Generator, options: ClipOptions) -> Drawn:
     """Let a square move from one side to the other."""
     name = list(DIRECTIONS)[generator.integers(len(DIRECTIONS))]
     pixels, colour = options.pixels, list(COLOURS)[generator.integers(len(COLOURS))]
@@ -42,10 +42,10 @@ def _direction(generator: np.random.Generator, options: ClipOptions) -> tuple[st
         canvas = background(generator, pixels)
         fill(generator, canvas[y : y + side, x : x + side], colour)
         frames.append(canvas)
-    return name, encoded(frames)
+    return Drawn(name, encoded(frames))
 
 
-def _order(generator: np.random.Generator, options: ClipOptions) -> tuple[str, bytes]:
+def _order(generator: np.random.Generator, options: ClipOptions) -> Drawn:
     """Show a square of one colour, and then of another; the answer is the latter."""
     first, last = generator.choice(list(COLOURS), 2, replace=False)
     side = options.pixels // 2
@@ -55,7 +55,7 @@ def _order(generator: np.random.Generator, options: ClipOptions) -> tuple[str, b
         y, x = generator.integers(0, options.pixels - side, 2)
         fill(generator, canvas[y : y + side, x : x + side], str(first if index < options.frames // 2 else last))
         frames.append(canvas)
-    return str(last), encoded(frames)
+    return Drawn(str(last), encoded(frames))
 
 
 def encoded(frames: list[UInt8[np.ndarray, "side side 3"]]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,19 @@ from relax_events.events.parts import ChatMessage, Modality
 from relax_events.media.items import MediaItem
 
 SEED_STRIDE = 1_000_003
-Draw = Callable[[np.random.Generator, Any], tuple[str, bytes]]
-"""Makes an answer and a file, from a source of chance and the options."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """An answer, a file, and what the row's metadata say besides."""
+
+    answer: str
+    file: bytes
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+Draw = Callable[[np.random.Generator, Any], Drawn]
+"""Makes them from a source of chance and the options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +83,8 @@ class DrawnSource:
         if not 0 <= index < self.rows:
             raise IndexError(f"row {index} of {self._name}: data.size is {self.rows}")
         question, draw = self._kind.tasks[self._task]
-        answer, file = draw(np.random.default_rng((self._seed * SEED_STRIDE, index)), self._options)
+        drawn = draw(np.random.default_rng((self._seed * SEED_STRIDE, index)), self._options)
         modality, place = self._kind.modality, f"{self._name}, row {index}"
         prompt = with_system_prompt([ChatMessage.of_text("user", f"{MARKERS[modality]}{question}")], self._config.system_prompt)
-        messages, media = with_places(prompt, {modality: [MediaItem(modality, file, place)]}, place=place)
-        return PromptRow(messages, answer, orjson.dumps({"task": self._task}).decode(), media=media)
+        messages, media = with_places(prompt, {modality: [MediaItem(modality, drawn.file, place)]}, place=place)
+        return PromptRow(messages, drawn.answer, orjson.dumps({"task": self._task, **drawn.metadata}).decode(), media=media)

@@ -12,14 +12,18 @@ from jinja2.exceptions import TemplateError
 from numpy.typing import NDArray
 
 from relax_events.config import DataConfig, MediaConfig
+from relax_events.data.completions import ASSISTANT
 from relax_events.data.tokenizer_folder import FolderTokenizer
 from relax_events.errors import ConfigError, PoisonSample
-from relax_events.events.parts import ChatMessage, ContentPart, Modality
+from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality
 from relax_events.models.media_layout import MediaLayout
 from relax_events.objects.roots import media_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+MARK = "\ue000"
+"""Stands for an answer whose text does not matter: a sign that no prompt holds by chance."""
 
 
 class PromptRenderer:
@@ -85,7 +89,29 @@ class PromptRenderer:
         """
         if not self._config.chat_template:
             return self.encode("\n".join(message.text for message in messages))
-        text, media = self.templated(messages, tools=tools), media_in(messages)
+        return self._with_media(self.templated(messages, tools=tools), media_in(messages))
+
+    def reply_tokens(self, before: Sequence[ChatMessage], reply: ChatMessage, *, tools: str = "") -> NDArray[np.int32]:
+        """Render what stands between an answer's stop token and the next answer: the end of its message, the reply, the head of the next.
+
+        The template is given a mark in the answer's place, and what it makes of all before is let go: tokens that were drawn stay as they are.
+
+        Args:
+            before: The conversation up to the answer.
+            reply: What follows the answer.
+            tools: As for `prompt_tokens`.
+        Raises:
+            PoisonSample: The template refuses the conversation or does not show the answer, or the reply's media and their places don't fit.
+        """
+        text = self.templated([*before, ChatMessage.of_text(ASSISTANT, MARK), reply], tools=tools)
+        _, *pieces = text.rsplit(MARK, reply.text.count(MARK) + 1)
+        if len(pieces) <= reply.text.count(MARK):
+            raise PoisonSample("the chat template leaves out an answer that a reply follows; take one that shows it, by data.chat_template_file")
+        tokens = self._with_media(MARK.join(pieces), media_in([reply]))
+        stops = np.flatnonzero(np.isin(tokens, self.stop_token_ids))
+        return tokens[int(stops[0]) + 1 :] if len(stops) else tokens
+
+    def _with_media(self, text: str, media: Sequence[MediaRef]) -> NDArray[np.int32]:
         if not media:
             return self.encode(text)
         if self._layout is None:

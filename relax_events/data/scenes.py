@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from io import BytesIO
 from typing import Annotated
 
@@ -10,7 +11,7 @@ from jaxtyping import UInt8
 from pydantic import Field
 
 from relax_events.config.base import Section
-from relax_events.data.drawn import DrawnKind
+from relax_events.data.drawn import Drawn, DrawnKind
 from relax_events.errors import EnvironmentProblem
 from relax_events.events.parts import Modality
 
@@ -24,6 +25,8 @@ COLOURS = {
 }
 COUNTS = ("one", "two", "three", "four")
 CORNERS = ("top left", "top right", "bottom left", "bottom right")
+QUESTIONS = {"colour": "What colour is the square?", "count": "How many squares are there?", "where": "Where is the square?"}
+GREY = 180
 NOISE, SHADE = 60, 15
 """How bright the background's noise is at most, and how far a square's colour strays."""
 Canvas = UInt8[np.ndarray, "side side 3"]
@@ -36,30 +39,46 @@ class SceneOptions(Section):
     """Of a side."""
 
 
-def _colour(generator: np.random.Generator, options: SceneOptions) -> tuple[str, bytes]:
-    name, pixels = list(COLOURS)[generator.integers(len(COLOURS))], options.pixels
-    canvas = background(generator, pixels)
-    side = int(generator.integers(pixels // 3, pixels // 2 + 1))
-    x, y = generator.integers(0, pixels - side, 2)
-    fill(generator, canvas[y : y + side, x : x + side], name)
-    return name, _png(canvas)
+def _colour(generator: np.random.Generator, options: SceneOptions) -> Drawn:
+    name, canvas = list(COLOURS)[generator.integers(len(COLOURS))], background(generator, options.pixels)
+    _square(generator, canvas, name)
+    return Drawn(name, _png(canvas))
 
 
-def _count(generator: np.random.Generator, options: SceneOptions) -> tuple[str, bytes]:
+def _count(generator: np.random.Generator, options: SceneOptions) -> Drawn:
     number = int(generator.integers(len(COUNTS)))
     canvas, cell = background(generator, options.pixels), options.pixels // 4
     for place in generator.choice(16, number + 1, replace=False):
         y, x = divmod(int(place), 4)
         fill(generator, canvas[y * cell + 1 : (y + 1) * cell - 1, x * cell + 1 : (x + 1) * cell - 1], "white")
-    return COUNTS[number], _png(canvas)
+    return Drawn(COUNTS[number], _png(canvas))
 
 
-def _where(generator: np.random.Generator, options: SceneOptions) -> tuple[str, bytes]:
+def _where(generator: np.random.Generator, options: SceneOptions) -> Drawn:
     corner = int(generator.integers(len(CORNERS)))
     canvas, half = background(generator, options.pixels), options.pixels // 2
     y, x = (half * place for place in divmod(corner, 2))
     fill(generator, canvas[y + 2 : y + half - 2, x + 2 : x + half - 2], list(COLOURS)[generator.integers(len(COLOURS))])
-    return CORNERS[corner], _png(canvas)
+    return Drawn(CORNERS[corner], _png(canvas))
+
+
+def _zoom(generator: np.random.Generator, options: SceneOptions) -> Drawn:
+    """Draw a square in a quarter of a picture, and a small picture of the whole, in grey: only a closer look tells the colour."""
+    name, corner = list(COLOURS)[generator.integers(len(COLOURS))], int(generator.integers(len(CORNERS)))
+    canvas, half = background(generator, options.pixels * 2), options.pixels
+    y, x = (half * place for place in divmod(corner, 2))
+    _square(generator, canvas[y : y + half, x : x + half], name)
+    small, quarter = np.repeat(background(generator, half)[..., :1], 3, axis=-1), half // 2
+    small[y // 2 + 2 : y // 2 + quarter - 2, x // 2 + 2 : x // 2 + quarter - 2] = GREY
+    original = base64.b64encode(_png(canvas)).decode()
+    return Drawn(name, _png(small), {"original": f"data:image/png;base64,{original}", "then": QUESTIONS["colour"]})
+
+
+def _square(generator: np.random.Generator, area: Canvas, colour: str) -> None:
+    pixels = len(area)
+    side = int(generator.integers(pixels // 3, pixels // 2 + 1))
+    x, y = generator.integers(0, pixels - side, 2)
+    fill(generator, area[y : y + side, x : x + side], colour)
 
 
 def background(generator: np.random.Generator, pixels: int) -> Canvas:
@@ -86,8 +105,9 @@ SCENES = DrawnKind(
     Modality.IMAGE,
     SceneOptions,
     {
-        "colour": ("What colour is the square?", _colour),
-        "count": ("How many squares are there?", _count),
-        "where": ("Where is the square?", _where),
+        "colour": (QUESTIONS["colour"], _colour),
+        "count": (QUESTIONS["count"], _count),
+        "where": (QUESTIONS["where"], _where),
+        "zoom": (QUESTIONS["where"], _zoom),
     },
 )

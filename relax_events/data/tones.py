@@ -11,7 +11,7 @@ from jaxtyping import Float64
 from pydantic import Field
 
 from relax_events.config.base import Section
-from relax_events.data.drawn import DrawnKind
+from relax_events.data.drawn import Drawn, DrawnKind
 from relax_events.events.parts import Modality
 
 NOTES = {"do": 262.0, "re": 392.0, "mi": 587.0, "fa": 880.0, "sol": 1319.0, "la": 1976.0}
@@ -29,15 +29,15 @@ class ToneOptions(Section):
     """Of a tone."""
 
 
-def _pitch(generator: np.random.Generator, options: ToneOptions) -> tuple[str, bytes]:
+def _pitch(generator: np.random.Generator, options: ToneOptions) -> Drawn:
     name = list(NOTES)[generator.integers(len(NOTES))]
-    return name, encoded(_tone(generator, NOTES[name], options.seconds))
+    return Drawn(name, encoded(_tone(generator, NOTES[name], options.seconds)))
 
 
-def _order(generator: np.random.Generator, options: ToneOptions) -> tuple[str, bytes]:
+def _order(generator: np.random.Generator, options: ToneOptions) -> Drawn:
     """Play one tone, and then another; the answer is the latter."""
     first, last = generator.choice(list(NOTES), 2, replace=False)
-    return str(last), encoded(np.concatenate([_tone(generator, NOTES[name], options.seconds) for name in (first, last)]))
+    return Drawn(str(last), encoded(np.concatenate([_tone(generator, NOTES[name], options.seconds) for name in (first, last)])))
 
 
 def _tone(generator: np.random.Generator, hertz: float, seconds: float) -> Samples:

@@ -21,6 +21,10 @@ from relax_events.models.families import family_of
 from relax_events.models.media_inputs import MediaSequence
 from relax_events.models.media_layout import MediaLayout
 
+FULL, LINEAR = "full_attention", "linear_attention"
+LINEAR_MODELS = ("qwen3_5_text",)
+"""Types of language models whose states the engine's cache holds."""
+
 
 class CausalModel:
     """Weights on a device, or resting on the CPU."""
@@ -38,10 +42,15 @@ class CausalModel:
         self._module = load_causal_lm(path, attention=implementation, dtype=dtype, device=self.device, loader=self.family.loader)
         self._head: nn.Module = self._module.get_output_embeddings()
         self.vocab_size = len(self._module.get_input_embeddings().get_parameter("weight"))
-        _require_full_attention(self._module, path)
+        _require_known_attention(self._module, path)
         if self.device.type == "cpu":
             use_padded_experts(self._module)
         self._require_linear_head(path)
+
+    @property
+    def pads_prompts(self) -> bool:
+        """Whether what stands behind a prompt's end leaves its cache alone; a state that every token changes it would not."""
+        return attention_kinds(self._module) == {FULL}
 
     @property
     def layout(self) -> MediaLayout | None:
@@ -54,7 +63,7 @@ class CausalModel:
         """Run whole prompts, padded on the right; give the logits after each prompt's last token, and the cache.
 
         Args:
-            input_ids: Prompts; what follows a prompt's end is ignored.
+            input_ids: Prompts; what follows a prompt's end is ignored where the model `pads_prompts`, and else there must be nothing.
             last: Index of each prompt's last token.
             sequences: The same prompts with their media; none where no prompt has any.
         """
@@ -121,10 +130,8 @@ class CausalModel:
             raise ConfigError(f"the model in {path} makes its logits by more than a linear head (scaling, soft caps), which the engine does not do")
 
 
-def _require_full_attention(module: PreTrainedModel, path: Path) -> None:
-    kinds = attention_kinds(module)
-    if kinds != {"full_attention"}:
-        other = min(kinds - {"full_attention"})
-        raise ConfigError(
-            f"the model in {path} has layers of type {other}, and engine 'transformers' serves full_attention alone; choose another engine"
-        )
+def _require_known_attention(module: PreTrainedModel, path: Path) -> None:
+    known = {FULL, LINEAR} if module.config.get_text_config().model_type in LINEAR_MODELS else {FULL}
+    if other := attention_kinds(module) - known:
+        rule = f"engine 'transformers' serves {FULL} alone, and {LINEAR} as {' and '.join(LINEAR_MODELS)} have it"
+        raise ConfigError(f"the model in {path} has layers of type {min(other)}, and {rule}; choose another engine")

@@ -13,7 +13,7 @@ An engine is used by one thread, save for `interrupt`. A sample that was submitt
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_events.config import SamplingConfig
-from relax_events.events.parts import FinishReason, VersionSegment
+from relax_events.events.parts import ChatMessage, FinishReason, VersionSegment
 from relax_events.models.media_inputs import ProcessedMedia
 from relax_events.weights import Weights
 
@@ -37,6 +37,8 @@ class SampleRequest:
         logprobs: Their log-probabilities, in nats.
         segments: Their policy versions.
         top_tokens: Their most probable tokens, where the request asks for some.
+        loss_mask: 1 where the policy chose the token, of an attempt that an environment has answered; None where it chose all.
+        turns: What was said in that attempt so far, the answer at hand not among it.
     """
 
     sample_id: str
@@ -45,6 +47,25 @@ class SampleRequest:
     logprobs: NDArray[np.float32]
     segments: tuple[VersionSegment, ...]
     top_tokens: NDArray[np.int32] | None = None
+    loss_mask: NDArray[np.uint8] | None = None
+    turns: tuple[ChatMessage, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What an environment is told of a prompt.
+
+    Attributes:
+        messages: The conversation so far.
+        answer: The reference answer.
+        metadata: A JSON object as text.
+        tools: A JSON list as text, empty where there are none.
+    """
+
+    messages: Sequence[ChatMessage]
+    answer: str = ""
+    metadata: str = "{}"
+    tools: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +80,8 @@ class GenerationRequest:
         stop_token_ids: A sample ends with finish reason `stop` after the first of these, which stays in it.
         media: What the prompt's placeholders stand for, in order; each with the reference that it came by.
         num_top_tokens: How many most probable tokens are wanted with each token that is drawn.
+        chosen: Which of the prompt's tokens the policy chose, in earlier answers: a placeholder among them stands for nothing. None for none.
+        task: For the environment, where the run has one; engines don't look at it.
     """
 
     prompt_group_id: str
@@ -68,6 +91,13 @@ class GenerationRequest:
     stop_token_ids: tuple[int, ...]
     media: tuple[ProcessedMedia, ...] = ()
     num_top_tokens: int = 0
+    chosen: NDArray[np.bool_] | None = None
+    task: Task | None = None
+
+    @property
+    def given(self) -> NDArray[np.bool_]:
+        """Which of the prompt's tokens the policy did not choose."""
+        return np.ones(len(self.prompt_tokens), bool) if self.chosen is None else ~self.chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +105,14 @@ class GeneratedSample:
     """A completion, whole or aborted.
 
     Attributes:
-        tokens: The completion alone, its stop token included.
-        logprobs: Of each token under the tempered distribution before top-k and top-p, in nats.
-        segments: Runs of tokens by policy version; their lengths add up to the tokens.
+        tokens: The completion alone, its stop token included; what an environment said stands in it between the answers.
+        logprobs: Of each token under the tempered distribution before top-k and top-p, in nats; 0 where the policy chose nothing.
+        segments: Runs of tokens by policy version; their lengths add up to the tokens that the policy chose.
         error: Why the sample failed, where the finish reason is `error`.
         top_tokens: The most probable ids when each token was drawn, [tokens, num_top_tokens], most probable first, whatever top-k and
-            top-p left out; None where none are wanted, or the engine can't tell.
+            top-p left out; None where none are wanted, or the engine can't tell. Of tokens that the policy chose alone.
+        loss_mask: 1 where the policy chose the token; None where it chose all.
+        turns: The answers and what an environment said to them, ending with an answer; none where the run has no environment.
     """
 
     sample_id: str
@@ -91,13 +123,22 @@ class GeneratedSample:
     finish_reason: FinishReason
     error: str = ""
     top_tokens: NDArray[np.int32] | None = None
+    loss_mask: NDArray[np.uint8] | None = None
+    turns: tuple[ChatMessage, ...] = ()
+
+    @property
+    def num_chosen(self) -> int:
+        """Tokens that the policy chose."""
+        return sum(segment.num_tokens for segment in self.segments)
 
 
 class Engine(Protocol):
     """Generates samples under the newest weights it was given."""
 
-    policy_version: int
-    """Of the loaded weights; 0 for the model's own folder."""
+    @property
+    def policy_version(self) -> int:
+        """Of the loaded weights; 0 for the model's own folder."""
+        ...
 
     @property
     def num_running(self) -> int:

@@ -48,6 +48,8 @@ def admitted_samples(
     num_prompt_tokens = len(request.prompt_tokens)
     if num_prompt_tokens == 0:
         raise PoisonSample(f"{name}: the prompt is empty; it needs at least one token")
+    if len(request.given) != num_prompt_tokens:
+        raise PoisonSample(f"{name}: chosen must tell of each of {num_prompt_tokens} prompt tokens, got {len(request.given)}")
     if num_prompt_tokens >= max_context_tokens:
         raise PoisonSample(
             f"{name}: the prompt has {num_prompt_tokens} tokens and must leave room for one more; "
@@ -71,7 +73,7 @@ def _media_shift(request: GenerationRequest, model: ServedModel, name: str) -> i
         remedy = "take engine 'transformers' and a model that reads media"
         raise PoisonSample(f"{name} brings {len(media)} pieces of media, and the engine shows its model text alone; {remedy}")
     num_tokens = len(request.prompt_tokens)
-    cells = layout.cells(request.prompt_tokens, np.ones(num_tokens, bool), media)
+    cells = layout.cells(request.prompt_tokens, request.given, media)
     return int(layout.positions(num_tokens, cells, media).max()) + 1 - num_tokens
 
 
@@ -102,6 +104,7 @@ def _sample(request: GenerationRequest, sample: SampleRequest, order: int, max_n
         logprobs=sample.logprobs.astype(np.float32, copy=False),
         segments=sample.segments,
         top_tokens=top_tokens.astype(np.int32, copy=False),
+        given=request.given,
         media=request.media,
     )
 

@@ -32,6 +32,8 @@ class Sample:
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     segments: tuple[VersionSegment, ...]
+    given: NDArray[np.bool_]
+    """Which of the prompt's tokens the policy did not choose."""
     top_tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))
     """The most probable ids at each of the tokens, where some are wanted."""
     media: tuple[ProcessedMedia, ...] = ()

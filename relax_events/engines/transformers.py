@@ -39,7 +39,7 @@ from relax_events.models.media_inputs import MediaSequence
 from relax_events.weights import Weights
 
 TOKEN_BLOCK = 16
-"""Prompts and the length that attention sees are padded to multiples of this."""
+"""The length that attention sees, and prompts of models that allow it, are padded to multiples of this."""
 MAX_PREFILL_TOKENS = 8192
 """Tokens, padding included, of one prefill forward; a longer prompt goes alone."""
 MAX_HELD_STEPS = 4
@@ -71,6 +71,7 @@ class TransformersEngine:
         self._cache = RowCache(max_rows=max_rows, max_tokens=max_tokens)
         self._table = RowTable(max_rows=max_rows, max_tokens=config.max_context_tokens)
         self._rule = measure_invariance(self._model, max_rows=max_rows)
+        self._prompt_block = TOKEN_BLOCK if self._model.pads_prompts else 1
         self._waiting: deque[Sample] = deque()
         self._finished: list[GeneratedSample] = []
         self._num_submitted = self._num_held_steps = 0
@@ -189,10 +190,11 @@ class TransformersEngine:
         for _ in range(min(room, len(self._waiting))):
             sample = self._waiting.popleft()
             sequence = sample.sequence
-            content = (sequence.tobytes(), *(piece.reference.digest for piece in sample.media))
-            by_length[_rounded(len(sequence), TOKEN_BLOCK)].setdefault(content, []).append(sample)
+            content = (sequence.tobytes(), sample.given.tobytes(), *(piece.reference.digest for piece in sample.media))
+            by_length[_rounded(len(sequence), self._prompt_block)].setdefault(content, []).append(sample)
         for length, sharers in by_length.items():
-            size = max(1, MAX_PREFILL_TOKENS // length) if self._rule.prefills_together else 1
+            # Unpadded prompts are of any length, and together they would round otherwise than each by itself.
+            size = max(1, MAX_PREFILL_TOKENS // length) if self._rule.prefills_together and self._prompt_block > 1 else 1
             waiting = list(sharers.values())
             yield from (waiting[start : start + size] for start in range(0, len(waiting), size))
 
@@ -200,7 +202,7 @@ class TransformersEngine:
         """Compute the cache of sequences whose padded length is the same, and draw the next token of every sample."""
         arrays = [samples[0].sequence for samples in sharers]
         lengths = np.array([len(array) for array in arrays])
-        ids = np.zeros((len(arrays), _rounded(int(lengths.max()), TOKEN_BLOCK)), np.int64)
+        ids = np.zeros((len(arrays), _rounded(int(lengths.max()), self._prompt_block)), np.int64)
         for row, array in enumerate(arrays):
             ids[row, : len(array)] = array
         brings_media = any(samples[0].media for samples in sharers)
@@ -257,8 +259,8 @@ class TransformersEngine:
 
 def _media_sequence(sample: Sample, first_cell: int) -> MediaSequence:
     tokens = sample.sequence
-    places = np.arange(len(tokens))
-    return MediaSequence(f"sample {sample.sample_id}", tokens, places < len(sample.prompt_tokens), sample.media, first_cell + places)
+    given = np.append(sample.given, np.zeros(len(sample.tokens), bool))
+    return MediaSequence(f"sample {sample.sample_id}", tokens, given, sample.media, first_cell + np.arange(len(tokens)))
 
 
 def _rounded(count: int, block: int) -> int:

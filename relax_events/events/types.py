@@ -65,6 +65,7 @@ class SampleRolledOut:
     finish_reason: FinishReason
     completion: str
     messages: list[ChatMessage]
+    turns: list[ChatMessage] = field(default_factory=list)
     answer: str = ""
     metadata: str = "{}"
     routed_experts: Array | None = None

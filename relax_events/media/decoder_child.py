@@ -1,7 +1,7 @@
 """A decoding child: reads files from strangers, and nothing else. Started by `Decoder` alone.
 
-A request is a line of JSON and the file behind it; the answer is a line of JSON and, where an array was asked for, its bytes. The first line
-says how much memory there is. It ends as soon as its stdin does.
+A question is what to do with the file behind it; behind the answer stand, where arrays were asked for, their bytes. The first line says how
+much memory there is.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from relax_events.media.facts import MediaFacts
 from relax_events.media.pictures import decode_picture, inspect_picture
 from relax_events.media.sounds import decode_sound, heard, inspect_sound
 from relax_events.models.showing import Plan
+from relax_events.pipeline.answering_child import answer, questions
 
 INSPECTORS: dict[Modality, Callable[..., MediaFacts]] = {
     Modality.IMAGE: inspect_picture,
@@ -41,20 +42,19 @@ def main() -> int:
     limits = MediaConfig.model_validate(setup)
     resource.setrlimit(resource.RLIMIT_AS, (limits.decode_bytes, limits.decode_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    while line := requests.readline():
-        request = orjson.loads(line)
-        _answer(answers, request, requests.read(request["num_bytes"]), limits)
+    for question, data in questions(requests):
+        _answer(answers, question, data, limits)
     return 0
 
 
-def _answer(answers: BinaryIO, request: dict[str, Any], data: bytes, limits: MediaConfig) -> None:
-    modality, place = Modality(request["modality"]), request["place"]
+def _answer(answers: BinaryIO, question: dict[str, Any], data: bytes, limits: MediaConfig) -> None:
+    modality, place = Modality(question["modality"]), question["place"]
     arrays: list[NDArray[Any]] = []
     try:
-        if request["plan"] is None:
+        if question["plan"] is None:
             said = {"facts": asdict(INSPECTORS[modality](data, limits=limits, place=place))}
         else:
-            arrays = decode(data, modality, plan=Plan(**request["plan"]), limits=limits, place=place)
+            arrays = decode(data, modality, plan=Plan(**question["plan"]), limits=limits, place=place)
             said = {}
     except MediaError as error:
         said = {"error": {"text": str(error), "reason": error.reason}}
@@ -63,9 +63,7 @@ def _answer(answers: BinaryIO, request: dict[str, Any], data: bytes, limits: Med
     except MemoryError:
         need = f"{place} needs more than model.media.decode_bytes = {limits.decode_bytes} to decode"
         said = {"error": {"text": need, "reason": "too_much_memory"}}
-    answers.write(orjson.dumps({**said, "num_bytes": [array.nbytes for array in arrays]}) + b"\n")
-    answers.writelines(np.ascontiguousarray(array).data for array in arrays)
-    answers.flush()
+    answer(answers, said, [np.ascontiguousarray(array).data for array in arrays])
 
 
 def decode(data: bytes, modality: Modality, *, plan: Plan, limits: MediaConfig, place: str) -> list[NDArray[Any]]:

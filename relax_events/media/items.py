@@ -1,4 +1,4 @@
-"""A piece of media as a row of the data names it: a path, a web address, a data URI or bytes. Nothing is read before it is asked for."""
+"""A piece of media as a row of the data names it: a path, a tar file's member, a web address, a data URI or bytes. Read when it is asked for."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from urllib.parse import unquote_to_bytes
 from relax_events.config import MediaConfig
 from relax_events.errors import MediaError
 from relax_events.events.parts import Modality
+from relax_events.media.archives import read_member
 from relax_events.media.fetching import WebFetcher
 
 DATA_URI = "data:"
 WEB = ("http://", "https://")
-MediaKey = tuple[bytes, Modality, Path | None]
+MediaKey = tuple[bytes, str, Modality, Path | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +46,20 @@ class MediaItem:
         source: The bytes, a data URI, a web address, or a path.
         place: File, row and column, for errors.
         access: What it may name.
+        member: Of the tar file that the path names; empty for the file itself.
     """
 
     modality: Modality
     source: str | bytes = field(repr=False)
     place: str
     access: MediaAccess = NO_ACCESS
+    member: str = ""
 
     @property
     def key(self) -> MediaKey:
         """Tells what is named, and as what, from everything else that may be, in few bytes."""
         named = self.source if isinstance(self.source, bytes) else self.source.encode(errors="surrogatepass")
-        return sha256(named).digest(), self.modality, self.access.root
+        return sha256(named).digest(), self.member, self.modality, self.access.root
 
     def read(self, limits: MediaConfig) -> bytes:
         """Return the content.
@@ -69,6 +72,8 @@ class MediaItem:
         max_bytes = limits.max_item_bytes
         if isinstance(self.source, bytes):
             return self._bounded(self.source, max_bytes)
+        if self.member:
+            return self._of_path(self.source, max_bytes)
         if self.source.startswith(DATA_URI):
             return self._bounded(self._of_data_uri(self.source, max_bytes), max_bytes)
         if self.source.startswith(WEB):
@@ -94,6 +99,8 @@ class MediaItem:
             if not file.is_relative_to(root):
                 raise MediaError(f"{self.place} names {path!r}, which lies outside of media_root = {root}", reason="outside_root")
             with file.open("rb") as opened:
+                if self.member:
+                    return read_member(opened, self.member, path=file, max_bytes=max_bytes, place=self.place)
                 data = opened.read(max_bytes + 1)
         except (OSError, ValueError) as error:  # ValueError: a path with a null byte
             what = getattr(error, "strerror", None) or error
@@ -116,7 +123,11 @@ def items_of(value: Any, *, modality: Modality, place: str, access: MediaAccess 
         MediaError: It is something else; the text names it.
     """
     values = value if isinstance(value, list) else [] if value is None else [value]
-    return [MediaItem(modality, _source(one, f"{place}[{index}]"), f"{place}[{index}]", access) for index, one in enumerate(values)]
+    return [MediaItem(modality, _source(one, f"{place}[{index}]"), f"{place}[{index}]", access, _member(one)) for index, one in enumerate(values)]
+
+
+def _member(value: Any) -> str:
+    return str(value.get("member") or "") if isinstance(value, dict) and not value.get("bytes") else ""
 
 
 def _source(value: Any, place: str) -> str | bytes:
@@ -124,5 +135,5 @@ def _source(value: Any, place: str) -> str | bytes:
         value = value.get("bytes") or value.get("path")
     if isinstance(value, str | bytes) and value:
         return value
-    rule = "media are paths, web addresses, data URIs, bytes, or objects with one of the keys bytes and path"
+    rule = "media are paths, web addresses, data URIs, bytes, or objects with one of the keys bytes and path, to which member may stand beside"
     raise MediaError(f"{place} is a {type(value).__name__}; {rule}", reason="wrong_type")

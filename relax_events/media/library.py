@@ -140,8 +140,8 @@ class MediaLibrary:
 
         return _of_bytes(reference, plan, self._cache.get(self._name(reference), make))
 
-    def _fetched(self, reference: MediaRef) -> bytes:
-        """Fetch and verify."""
+    def file(self, reference: MediaRef) -> bytes:
+        """Fetch a file as it came, and verify it; errors as for `processed`."""
         if reference.num_bytes > self._bounds.max_item_bytes:
             bound = f"model.media.max_item_bytes = {self._bounds.max_item_bytes}"
             raise MediaError(f"{reference.uri} must be at most {bound}, got {reference.num_bytes} bytes", reason="too_large")
@@ -154,6 +154,11 @@ class MediaLibrary:
             if isinstance(error.__cause__, FileNotFoundError):
                 raise MediaError(str(error), reason="vanished") from None
             raise
+        return data
+
+    def _fetched(self, reference: MediaRef) -> bytes:
+        """Fetch, verify and check."""
+        data = self.file(reference)
         self._require_as_said(reference, data)
         return data
 

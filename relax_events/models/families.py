@@ -61,13 +61,18 @@ class Family:
             raise PoisonSample(f"{named} brings media, and the model reads text alone; take a model of a family that reads media")
         return media_inputs(sequences, layout=self.layout, position_ids=position_ids)
 
-    def language(self, module: PreTrainedModel) -> nn.Module:
+    def language(self, module: Any) -> nn.Module:
         """Return what computes hidden states from embeddings."""
+        language: nn.Module = module.base_model
+        return language
+
+    def headless(self, module: PreTrainedModel) -> nn.Module:
+        """Return what `hidden` needs of a model that was loaded: all but the output head. The model itself is of no more use."""
         return module.base_model
 
     def hidden(
         self,
-        module: PreTrainedModel,
+        module: Any,
         input_ids: Int[Tensor, "rows length"],
         position_ids: Int[Tensor, "rows length"],
         media: MediaInputs | None = None,
@@ -99,7 +104,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class MediaFamily(Family):
-    """Models with a vision tower whose features also go into the first layers, as Qwen3-VL, and perhaps an audio tower.
+    """Models with a vision tower, whose features in Qwen3-VL also go into the first layers, and perhaps an audio tower.
 
     Attributes:
         language_name: Of the part that computes hidden states from embeddings.
@@ -121,13 +126,19 @@ class MediaFamily(Family):
     audio_name: str = ""
     extractor: Any = None
 
-    def language(self, module: PreTrainedModel) -> nn.Module:
+    def language(self, module: Any) -> nn.Module:
         """Return the model without its towers."""
-        return module.get_submodule(self.language_name)
+        language: nn.Module = module.get_submodule(self.language_name)
+        return language
+
+    def headless(self, module: PreTrainedModel) -> nn.Module:
+        """Take the output head off; towers and language model keep their names."""
+        del module.lm_head
+        return module
 
     def hidden(
         self,
-        module: PreTrainedModel,
+        module: Any,
         input_ids: Int[Tensor, "rows length"],
         position_ids: Int[Tensor, "rows length"],
         media: MediaInputs | None = None,
@@ -157,7 +168,7 @@ class MediaFamily(Family):
         """Return the position ids of one more token in each row; see `Family`."""
         return torch.stack([positions, *[positions + shifts] * 3])
 
-    def _layers(self, module: PreTrainedModel, pieces: Sequence[ProcessedMedia]) -> list[Layers]:
+    def _layers(self, module: Any, pieces: Sequence[ProcessedMedia]) -> list[Layers]:
         """Let the towers see and hear: of each piece what is seen, then what is heard."""
         assert self.layout is not None
         seen, heard = ([piece for piece in pieces if getattr(piece, name) is not None] for name in ("pixels", "samples"))

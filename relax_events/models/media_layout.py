@@ -238,6 +238,7 @@ class OmniLayout(MediaLayout):
 MEDIA_FAMILIES: dict[str, type[MediaLayout]] = {
     "qwen3_vl": MediaLayout,
     "qwen3_vl_moe": MediaLayout,
+    "qwen3_5": MediaLayout,
     "qwen3_omni_moe_thinker": OmniLayout,
     "qwen3_omni_moe": OmniLayout,
 }

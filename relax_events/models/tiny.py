@@ -31,12 +31,30 @@ EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_inte
 THREE_POSITIONS: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 }
+HYBRID: dict[str, Any] = {
+    "head_dim": 2 * HEAD_DIM,  # of which a quarter turns with the position
+    "full_attention_interval": 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": HEAD_DIM,
+    "linear_value_head_dim": HEAD_DIM,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+"""Every second layer has full attention, the others linear."""
 FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": EXPERTS,
     "qwen3_vl": THREE_POSITIONS,
     "qwen3_vl_moe": EXPERTS | THREE_POSITIONS,
     "qwen3_omni_moe_thinker": EXPERTS | THREE_POSITIONS,
+    "qwen3_5": HYBRID,
 }
 PREPROCESSOR: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessor",
@@ -80,7 +98,8 @@ def make_tiny(
     Args:
         path: The folder; made if missing.
         corpus: Texts that the tokenizer is trained on.
-        family: `qwen3` or `qwen3_moe`; `qwen3_vl` or `qwen3_vl_moe`, which read pictures and clips; `qwen3_omni_moe_thinker`, which hears as well.
+        family: `qwen3` or `qwen3_moe`; `qwen3_vl`, `qwen3_vl_moe` or `qwen3_5`, which read pictures and clips; `qwen3_omni_moe_thinker`, which
+                hears as well.
         hidden_size: Width of the model, a multiple of 32.
         num_layers: Decoder layers.
         vocab_size: Byte symbols and merges of the tokenizer; special tokens and phrases come on top.
@@ -151,9 +170,10 @@ def _with_towers(language: dict[str, Any], tokenizer: Qwen2Tokenizer, *, hears: 
         "temporal_patch_size": PREPROCESSOR["temporal_patch_size"],
         "out_hidden_size": language["hidden_size"],
         "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0, 1][: language["num_hidden_layers"]],
         "initializer_range": 1 / math.sqrt(width),
     }
+    if "full_attention_interval" not in language:
+        tower["deepstack_visual_indexes"] = [0, 1][: language["num_hidden_layers"]]
     tokens = {name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
     settings = {"text_config": language, "vision_config": tower, "tie_word_embeddings": False, **tokens}
     if hears:

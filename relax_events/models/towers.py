@@ -35,7 +35,8 @@ class Eyes:
         for look in (slice(index, index + 1) for index in range(len(pieces))) if self.apart else (slice(None),):
             seen = self.tower(torch.cat(patches[look]), grid_thw=torch.tensor(grids[look], device=weight.device), return_dict=True)
             sizes = [moments * rows * columns // self.geometry.merge_size**2 for moments, rows, columns in grids[look]]
-            yield from map(list, zip(*(layer.split(sizes) for layer in (seen.pooler_output, *seen.deepstack_features)), strict=True))
+            deep = getattr(seen, "deepstack_features", ())  # which Qwen3.5 has not
+            yield from map(list, zip(*(layer.split(sizes) for layer in (seen.pooler_output, *deep)), strict=True))
 
     def _grid(self, frames: Tensor) -> list[int]:
         moments = len(frames) // self.geometry.temporal_patch_size if frames.ndim == 4 else 1

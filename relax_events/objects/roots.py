@@ -40,7 +40,8 @@ class AllowedRoots:
 
 def media_of(event: Any) -> list[MediaRef]:
     """Return all media that an event refers to, in order."""
-    return [*getattr(event, "media", ()), *media_in(getattr(event, "messages", ()))]
+    said = (*getattr(event, "messages", ()), *getattr(event, "turns", ()))
+    return [*getattr(event, "media", ()), *media_in(said)]
 
 
 def media_in(messages: Iterable[ChatMessage]) -> list[MediaRef]:

@@ -15,7 +15,7 @@ def reward_item(sample: SampleRolledOut) -> RewardItem:
         completion=sample.completion,
         answer=sample.answer,
         metadata=sample.metadata,
-        prompt="\n".join(message.text for message in sample.messages),
+        prompt="\n".join(message.text for message in (*sample.messages, *sample.turns[:-1])),
         prompt_group_id=f"{sample.prompt_group_id}@{sample.policy_version}",
     )
 

@@ -113,7 +113,7 @@ class LogprobScorer:
 
 
 def score_apart(
-    samples: Sequence[TokenSequence], *, max_tokens: int, vocab_size: int, evaluate: Callable[[PackedBatch], Tensor]
+    samples: Sequence[TokenSequence], *, max_tokens: int, vocab_size: int, evaluate: Callable[[PackedBatch, Sequence[TokenSequence]], Tensor]
 ) -> list[NDArray[np.float32]]:
     """Evaluate the loss tokens of samples, each in a row of its own among rows of one padded length: its bits depend on nothing but itself.
 
@@ -121,7 +121,7 @@ def score_apart(
         samples: In any number.
         max_tokens: Budget of one packed forward.
         vocab_size: Bound of the token ids that the model takes.
-        evaluate: Gives a number for each loss token of a packed forward.
+        evaluate: Gives a number for each loss token of a packed forward, of these samples.
     Returns:
         One array for each sample, as long as its tokens, 0 where the loss mask is.
     Raises:
@@ -132,7 +132,7 @@ def score_apart(
         rows = [samples[index] for index in indices]
         batch = pack_apart(rows, vocab_size=vocab_size)
         with torch.inference_mode():
-            values = evaluate(batch)
+            values = evaluate(batch, rows)
         scores |= zip(indices, unpacked(values, rows, batch), strict=True)
     return [scores[index] for index in range(len(samples))]
 

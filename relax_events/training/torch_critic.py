@@ -14,10 +14,12 @@ from relax_events.algorithms.value_loss import value_losses
 from relax_events.config import RunConfig
 from relax_events.errors import RunFailed, StepNotFinite
 from relax_events.events.types import SampleReady
+from relax_events.media.library import MediaLibrary
 from relax_events.models.causal_lm import choose_device
 from relax_events.training.flat_parameters import FlatParameters
-from relax_events.training.packing import loss_values, pack
+from relax_events.training.packing import PackedBatch, loss_values, pack
 from relax_events.training.protocol import TrainerState, ValueFigures
+from relax_events.training.sample_media import SampleMedia
 from relax_events.training.scoring import score_apart
 from relax_events.training.token_sequence import TokenSequence
 from relax_events.training.torch_backend import make_deterministic, scheduled_learning_rate
@@ -42,7 +44,9 @@ class TorchCritic:
         self.policy_version = config.first_version
         self._num_steps, self._value_clip = config.run.num_steps, critic.value_clip
         self._trainer = config.trainer.model_copy(update={"learning_rate": critic.learning_rate or config.trainer.learning_rate})
-        self._model = ValueModel(critic.model_path or model.path, config=model, device=device, dtype=dtype)
+        path = critic.model_path or model.path
+        self._model = ValueModel(path, config=model, device=device, dtype=dtype)
+        self._media = SampleMedia(self._model.family, MediaLibrary(config, model_path=path))
         self._flat = FlatParameters(self._model.module, config=self._trainer)
         self._sums: list[Tensor] = []
         self._targets: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = []
@@ -50,7 +54,7 @@ class TorchCritic:
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Run forward and backward on a micro-batch; see `Critic`."""
         model = self._model
-        batch = pack(micro_batch, vocab_size=model.vocab_size, share_rows=model.shares_rows)
+        batch = self._media.added(pack(micro_batch, vocab_size=model.vocab_size, share_rows=model.shares_rows), micro_batch)
         advantages, old = (loss_values(micro_batch, field).astype(np.float64) for field in ("advantages", "values"))
         if not len(old):
             return
@@ -93,7 +97,11 @@ class TorchCritic:
     def score(self, samples: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
         """Give the value at every loss token; see `Critic`. On one CPU thread the same bits whatever is scored beside a sample."""
         model = self._model
-        return score_apart(samples, max_tokens=self._trainer.max_tokens_per_micro_batch, vocab_size=model.vocab_size, evaluate=model.token_values)
+
+        def evaluate(batch: PackedBatch, rows: Sequence[TokenSequence]) -> Tensor:
+            return model.token_values(self._media.added(batch, rows))
+
+        return score_apart(samples, max_tokens=self._trainer.max_tokens_per_micro_batch, vocab_size=model.vocab_size, evaluate=evaluate)
 
     def state(self) -> TrainerState:
         """Show weights in master precision and AdamW's moments; see `Critic`."""

@@ -9,9 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from relax_events.config import ModelConfig
-from relax_events.errors import ConfigError
 from relax_events.models.causal_lm import load_causal_lm
-from relax_events.models.families import family_of
+from relax_events.models.families import Family, family_of
+from relax_events.models.media_inputs import MediaInputs
 from relax_events.training.packing import PackedBatch
 from relax_events.training.policy_model import NEIGHBOURS, probe
 
@@ -20,26 +20,28 @@ ISOLATION_TOLERANCE = {torch.bfloat16: 5e-2, torch.float32: 1e-4, torch.float64:
 
 
 class ValueNetwork(nn.Module):
-    """A language model without its output head, and a scalar head that begins at zero: at first every value is 0."""
+    """A model without its output head, and a scalar head that begins at zero: at first every value is 0."""
 
-    def __init__(self, backbone: nn.Module, *, hidden_size: int) -> None:
+    def __init__(self, backbone: nn.Module, *, family: Family, hidden_size: int) -> None:
         """Take over a backbone, with its dtype and device.
 
         Args:
-            backbone: Gives `last_hidden_state`.
+            backbone: Of the family, its head taken off.
+            family: Runs it.
             hidden_size: Of it.
         """
         super().__init__()
-        self.backbone = backbone
+        self.backbone, self._family = backbone, family
         example = next(backbone.parameters())
         self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=example.dtype, device=example.device))
         self.bias = nn.Parameter(torch.zeros(1, dtype=example.dtype, device=example.device))
 
-    def hidden(self, input_ids: Int[Tensor, "rows length"], position_ids: Int[Tensor, "rows length"]) -> Float[Tensor, "rows length hidden"]:
+    def hidden(
+        self, input_ids: Int[Tensor, "rows length"], position_ids: Int[Tensor, "rows length"], media: MediaInputs | None = None
+    ) -> Float[Tensor, "rows length hidden"]:
         """Run the backbone."""
         # No mask and no cache: with either, transformers 5 lets packed neighbours attend to each other.
-        states: Tensor = self.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-        return states
+        return self._family.hidden(self.backbone, input_ids, position_ids, media, attention_mask=None, use_cache=False)
 
     def head(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, " tokens"]:
         """Give a value for each hidden state, in at least float32."""
@@ -61,26 +63,26 @@ class ValueModel:
             device: Where the weights go.
             dtype: Of the weights, for proofs in float64.
         Raises:
-            ConfigError: The folder is missing, holds no causal language model, or one that reads pictures.
+            ConfigError: The folder is missing, or holds no causal language model.
         """
         self.device = device
         self.dtype = dtype or getattr(torch, config.dtype)
-        if family_of(path, config.media).layout is not None:
-            raise ConfigError(f"the critic would begin as {path}, which reads pictures, and critics read text alone; set critic.model_path")
-        loaded = load_causal_lm(path, attention=config.attention, dtype=self.dtype, device=device)
-        self.module = ValueNetwork(loaded.base_model, hidden_size=loaded.config.get_text_config().hidden_size)
+        self.family = family_of(path, config.media, apart=True)  # a sample's values are the same bits whatever stands beside it
+        loaded = load_causal_lm(path, attention=config.attention, dtype=self.dtype, device=device, loader=self.family.loader)
         self.vocab_size = len(loaded.get_input_embeddings().get_parameter("weight"))
+        hidden_size = loaded.config.get_text_config().hidden_size
+        self.module = ValueNetwork(self.family.headless(loaded), family=self.family, hidden_size=hidden_size)
         self.shares_rows = self._keeps_neighbours_apart()
 
     def token_values(self, batch: PackedBatch) -> Float[Tensor, " loss_tokens"]:
         """Run a micro-batch and give the value at each of its loss tokens: of what stands before the token.
 
         Args:
-            batch: From `packing.pack`, with this model's `vocab_size` and `shares_rows`.
+            batch: From `packing.pack`, with this model's `vocab_size` and `shares_rows`, its media added.
         """
         arrays = (batch.input_ids, batch.position_ids, batch.loss_positions)
         input_ids, position_ids, positions = (torch.from_numpy(array).to(self.device) for array in arrays)
-        return self.module.head(self.module.hidden(input_ids, position_ids).flatten(0, 1).index_select(0, positions))
+        return self.module.head(self.module.hidden(input_ids, position_ids, batch.media).flatten(0, 1).index_select(0, positions))
 
     @torch.no_grad()
     def _keeps_neighbours_apart(self) -> bool:

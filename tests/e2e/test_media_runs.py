@@ -164,6 +164,93 @@ def test_run_trains_on_all_media_and_hostile_ones_end_their_own_rows_alone(
     }
 
 
+TALKING = """
+[run]
+id = "{run_id}"
+num_steps = 2
+groups_per_step = 2
+samples_per_prompt = 2
+mode = "sync"
+max_staleness = 0
+
+[model]
+path = "model"
+tiny = {{ family = "qwen3_vl", hidden_size = 32, num_layers = 1, corpus_rows = 4 }}
+
+[warm_start] # until it knows how answers end
+steps = 20
+batch_size = 8
+learning_rate = 1e-2
+
+[data]
+source = "jsonl:rows.jsonl"
+multimodal_keys = {{ image = "pictures" }}
+media_root = "."
+shuffle = false
+
+[environment]
+function = "environment.py:show"
+
+[engine]
+max_context_tokens = 128
+sampling = {{ max_new_tokens = 8 }}
+
+[reward]
+function = "reward.py:spread"
+
+[algorithm]
+name = "ppo"
+old_logprobs = "actor"
+kl_coefficient = 0.01
+
+[broker]
+bootstrap_servers = "{bootstrap_servers}"
+"""
+SHOW = """
+from relax_events.environments.reply import Reply
+
+def show(completion, *, messages, answer, metadata, files):
+    if len(messages) > 1:
+        return None
+    return Reply("<image>and this?", {"image": [b"no picture" if metadata["spoilt"] else files[-1]]})
+"""
+
+
+@pytest.mark.timeout(300)
+def test_run_talks_with_an_environment_that_shows_pictures_and_a_bad_one_ends_its_prompt_group_alone(
+    relax: Relax, tmp_path: Path, bootstrap_servers: str, run_id: str
+) -> None:
+    for number in range(2):
+        (tmp_path / f"{number}.png").write_bytes(picture_file(32, 32 + 16 * number, seed=number))
+    rows = [{"prompt": "<image>what is it?", "pictures": [f"{row % 2}.png"], "answer": "a", "spoilt": row == 1} for row in range(5)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "environment.py").write_text(SHOW)
+    (tmp_path / "reward.py").write_text(SPREAD_REWARD)
+    (tmp_path / "run.toml").write_text(TALKING.format(run_id=run_id, bootstrap_servers=bootstrap_servers))
+    ended = relax("run", tmp_path / "run.toml", timeout_seconds=280)
+    assert ended.code == 0, ended.err
+    report = report_of(tmp_path, run_id)
+    assert (report["succeeded"], report["samples_lost"], report["ledger_problems"]) == (True, 0, [])
+    steps = [event for event in events_of(bootstrap_servers, run_id, control_train_steps=1) if isinstance(event, TrainStepCommitted)]
+    assert max(step.figures["mismatch_max_abs"] for step in steps) < 1e-4
+    outcomes = [event for event in events_of(bootstrap_servers, run_id, control_group_outcomes=1) if isinstance(event, PromptGroupEnded)]
+    failed = [event for event in outcomes if event.outcome == "failed"]
+    assert {event.row for event in failed} == {1}
+    assert all("environment environment.py:show on answer 1 of sample" in event.reason and "which is no image" in event.reason for event in failed)
+    config = load_run_config(tmp_path / "run.toml", environment={})
+    samples = [
+        event
+        for event in events_of(bootstrap_servers, run_id, rollout_samples=TopicPlan.of(config).num_sample_partitions)
+        if isinstance(event, SampleRolledOut)
+    ]
+    (talked, *_) = [sample for sample in samples if len(sample.turns) == 3]
+    first, second = media_of(talked)
+    assert first == second  # the environment showed what the prompt had shown, and it is stored once
+    shown = relax("samples", "show", talked.sample_id, tmp_path / "run.toml").out
+    assert shown.count(first.uri) == 2
+    assert "and this?" in shown
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("mode", [(), ("run.mode=sync", "run.max_staleness=0")], ids=["async", "sync"])

@@ -27,12 +27,12 @@ from relax_events.training.policy_model import PolicyModel
 from relax_events.training.sample_media import SampleMedia
 from relax_events.training.scoring import LogprobScorer
 from relax_events.weights import Weights
-from tests.unit.moving_and_sounding import KINDS, expert_model, item_of, media_run, omni_model, plain_media_logprobs
+from tests.unit.moving_and_sounding import KINDS, expert_model, hybrid_model, item_of, media_run, omni_model, plain_media_logprobs
 from tests.unit.pictures import picture_model, prompt_of, ready, scratch_folder
 
 TOLERANCE = 1e-4
-SETUPS = ["sees", "sees with experts", "sees and hears", "hears clips"]
-MODELS = {"sees": picture_model, "sees with experts": expert_model}
+SETUPS = ["sees", "sees with experts", "sees by linear attention", "sees and hears", "hears clips"]
+MODELS = {"sees": picture_model, "sees with experts": expert_model, "sees by linear attention": hybrid_model}
 Piece = tuple[Modality, Any]
 PIECES: list[Piece] = [(modality, size) for modality, sizes in KINDS.items() for size in sizes]
 CHOICES = st.lists(st.lists(st.sampled_from(PIECES), max_size=3), min_size=1, max_size=4)
@@ -122,16 +122,17 @@ def test_rollout_and_trainer_agree_packed_padded_and_shared(name: str, groups: A
     samples = setup.rolled_out(groups, seed)
     order.shuffle(samples)
     with torch.no_grad():
-        for layout in ({"share_rows": True}, {"share_rows": False, "row_multiple": 16}):
+        for layout in ({"share_rows": setup.policy.shares_rows}, {"share_rows": False, "row_multiple": 16}):
             torch.testing.assert_close(setup.forward(samples, **layout), drawn(samples), rtol=0, atol=TOLERANCE)
         samples.sort(key=lambda sample: sample.sample_id)
-        sharing = replace(setup.policy.prompt_sharing, cell_cost=0.0)
-        torch.testing.assert_close(setup.forward(samples, sharing=sharing), drawn(samples), rtol=0, atol=TOLERANCE)
+        if (sharing := setup.policy.prompt_sharing) is not None:
+            sharing = replace(sharing, cell_cost=0.0)
+            torch.testing.assert_close(setup.forward(samples, sharing=sharing), drawn(samples), rtol=0, atol=TOLERANCE)
     for sample, scores in zip(samples, setup.scorer.score(samples), strict=True):
         np.testing.assert_allclose(scores, sample.rollout_logprobs, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["sees", "sees and hears"])
+@pytest.mark.parametrize("name", ["sees", "sees by linear attention", "sees and hears"])
 @settings(max_examples=4)
 @given(groups=CHOICES, seed=st.integers(0, 10**6))
 def test_score_of_a_sample_is_the_same_bits_whatever_is_scored_beside_it(name: str, groups: Any, seed: int) -> None:
@@ -142,14 +143,15 @@ def test_score_of_a_sample_is_the_same_bits_whatever_is_scored_beside_it(name: s
         assert setup.scorer.score([sample])[0].tobytes() == scores.tobytes()
 
 
-@pytest.mark.parametrize("name", ["sees", "sees and hears"])
+@pytest.mark.parametrize("name", ["sees", "sees by linear attention", "sees and hears"])
 @settings(max_examples=4)
 @given(groups=CHOICES, seed=st.integers(0, 10**6))
 def test_gradient_is_the_same_packed_padded_and_shared(name: str, groups: Any, seed: int) -> None:
     setup = setup_of(name)
     samples = setup.rolled_out(groups, seed)
-    sharing = replace(setup.policy.prompt_sharing, cell_cost=0.0)
-    layouts: list[dict[str, Any]] = [{"share_rows": False}, {"share_rows": True}, {"sharing": sharing}]
+    layouts: list[dict[str, Any]] = [{"share_rows": False}, {"share_rows": False, "row_multiple": 16}]
+    if (sharing := setup.policy.prompt_sharing) is not None:
+        layouts += [{"share_rows": True}, {"sharing": replace(sharing, cell_cost=0.0)}]
     gradients = []
     for layout in layouts:
         setup.policy.module.zero_grad()
@@ -170,6 +172,8 @@ COMPARED: list[tuple[str, list[Piece]]] = [
     ("sees", [CLIP]),
     ("sees", [LONGER_CLIP, PICTURE]),
     ("sees with experts", [LONGER_CLIP, PICTURE]),
+    ("sees by linear attention", [LARGER_PICTURE, CLIP]),
+    ("sees by linear attention", [LONGER_CLIP, PICTURE]),
     ("sees and hears", [SOUND]),
     ("sees and hears", [LONGER_SOUND]),
     ("sees and hears", [LONGER_CLIP, LONGER_SOUND, LARGER_PICTURE]),

@@ -119,6 +119,12 @@ def expert_model(seed: int = 3) -> Path:
     return make_tiny(scratch_folder() / "model", corpus=["red", "What is it?"], family="qwen3_vl_moe", hidden_size=32, seed=seed)
 
 
+@cache
+def hybrid_model(seed: int = 3) -> Path:
+    """Write a tiny random model that sees, with linear attention in one of two layers, once in a test process."""
+    return make_tiny(scratch_folder() / "model", corpus=["red", "What is it?"], family="qwen3_5", hidden_size=32, seed=seed)
+
+
 def media_run(folder: Path, path: Path, **media: Any) -> RunConfig:
     """Make the run file of a run on a model."""
     return picture_run(folder, model={"path": path, "media": SMALL | media})

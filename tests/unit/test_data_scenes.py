@@ -1,5 +1,6 @@
 """Drawn pictures: the same for a seed, and what their answers say; and runs that can't look at them."""
 
+import json
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from relax_events.config import DataConfig, RunConfig
 from relax_events.control.requirements import require_model
 from relax_events.data.rows import PromptRow, PromptSource
 from relax_events.data.sources import open_source
+from relax_events.environments.zoom import zoom
 from relax_events.errors import ConfigError
 from tests.unit.pictures import BOUNDS, picture_run
+from tests.unit.trainer_samples import tiny_model
 
+NAMED = {"red": "100", "green": "010", "blue": "001", "yellow": "110", "white": "111", "pink": "101"}
 BRIGHT = 150
 """Above all of the background's noise, below at least one channel of every square."""
 
@@ -37,13 +41,12 @@ def test_picture_is_the_same_for_a_seed_and_another_for_another() -> None:
 
 
 def test_colour_is_that_of_the_bright_square() -> None:
-    named = {"red": "100", "green": "010", "blue": "001", "yellow": "110", "white": "111", "pink": "101"}
     answers = set()
     for row in map(scenes("colour").row, range(60)):
         square = pixels_of(row)[(pixels_of(row) > BRIGHT).any(axis=2)]
-        assert "".join(str(int(mean > 130)) for mean in square.mean(axis=0)) == named[row.answer]
+        assert "".join(str(int(mean > 130)) for mean in square.mean(axis=0)) == NAMED[row.answer]
         answers.add(row.answer)
-    assert answers == set(named)
+    assert answers == set(NAMED)
 
 
 def test_count_is_the_number_of_bright_squares() -> None:
@@ -82,7 +85,7 @@ def run_of(folder: Path, family: str, **algorithm: Any) -> RunConfig:
 
 def test_run_needs_a_model_that_reads_pictures(tmp_path: Path) -> None:
     assert require_model(run_of(tmp_path, "qwen3_vl")).endswith("will be made by the run")
-    with pytest.raises(ConfigError, match=r"kind image and model.tiny.family = 'qwen3' reads text alone; .* qwen3_vl, qwen3_vl_moe, qwen3_omni"):
+    with pytest.raises(ConfigError, match=r"kind image and model.tiny.family = 'qwen3' reads text alone; .* qwen3_vl, qwen3_vl_moe, qwen3_5, q"):
         require_model(run_of(tmp_path, "qwen3"))
 
 
@@ -95,9 +98,32 @@ def test_run_with_sounds_needs_a_model_that_hears(tmp_path: Path) -> None:
         require_model(run("qwen3_vl"))
 
 
-def test_run_with_pictures_has_no_critic(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the critic of algorithm ppo reads text alone"):
-        require_model(run_of(tmp_path, "qwen3_vl", name="ppo"))
+def test_run_with_pictures_needs_a_critic_that_sees(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "qwen3_vl", name="ppo")
+    assert require_model(run).endswith("will be made by the run")
+    blind = run.model_copy(update={"critic": run.critic.model_copy(update={"model_path": tiny_model()})})
+    with pytest.raises(ConfigError, match=r"kind image, and critic.model_path .* does not read such; leave it out"):
+        require_model(blind)
+
+
+def test_small_picture_of_a_zoom_tells_where_and_the_quarter_which_colour() -> None:
+    for row in map(scenes("zoom").row, range(12)):
+        metadata = json.loads(row.metadata)
+        small = pixels_of(row)
+        assert (small == small[..., :1]).all()  # grey
+        y, x = np.argwhere((small > BRIGHT).any(axis=2)).mean(axis=0)
+        place = f"{'top' if y < 16 else 'bottom'} {'left' if x < 16 else 'right'}"
+        reply = zoom(f"{place}.", messages=[], answer="", metadata=metadata, files=[])
+        assert reply is not None
+        assert reply.text == "<image>What colour is the square?"
+        (shown,) = reply.media["image"]
+        assert isinstance(shown, bytes)
+        pixels = np.asarray(Image.open(BytesIO(shown))).astype(int)
+        assert pixels.shape == (32, 32, 3)
+        square = pixels[(pixels > BRIGHT).any(axis=2)].mean(axis=0)
+        assert "".join(str(int(mean > 130)) for mean in square) == NAMED[row.answer]
+        assert zoom("red", messages=[], answer="", metadata=metadata, files=[]) is None
+        assert zoom(place, messages=[], answer="", metadata={}, files=[]) is None
 
 
 def test_bounds_of_tokens_must_leave_something(tmp_path: Path) -> None:

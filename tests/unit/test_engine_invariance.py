@@ -19,7 +19,7 @@ NUM_GROUPS = 12
 STOPS = (7, 40)
 
 
-@pytest.fixture(params=["qwen3", "qwen3_moe"])
+@pytest.fixture(params=["qwen3", "qwen3_moe", "qwen3_5"])
 def family(request: pytest.FixtureRequest) -> Iterator[str]:
     threads = torch.get_num_threads()
     yield request.param

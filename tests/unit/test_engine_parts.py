@@ -52,6 +52,7 @@ def sample(name: str, *, seed: int = 0, stops: tuple[int, ...] = (), limit: int 
         tokens=np.array(prefix, np.int32),
         logprobs=-np.ones(len(prefix), np.float32),
         segments=(VersionSegment(0, len(prefix)),) if prefix else (),
+        given=np.ones(3, bool),
     )
 
 

@@ -20,8 +20,8 @@ PLAN = Plan((4, 32, 48, 3), "uint8", frames=(0, 1, 2, 3))
 
 
 def process_of(decoder: Decoder) -> int:
-    assert decoder._process is not None
-    return decoder._process.pid
+    assert decoder._child is not None
+    return decoder._child.pid
 
 
 def test_decoder_answers_for_all_kinds_of_media() -> None:
@@ -78,7 +78,7 @@ def test_file_that_needs_too_much_memory_is_named() -> None:
 def test_process_ends_with_its_owner() -> None:
     decoder = Decoder(MediaConfig())
     decoder.inspect(sound_file(), Modality.AUDIO, place="a")
-    process = decoder._process
-    assert process is not None
+    assert decoder._child is not None
+    process = decoder._child._process
     del decoder
     assert process.wait(timeout=5) == -signal.SIGKILL

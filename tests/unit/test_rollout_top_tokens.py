@@ -9,7 +9,7 @@ import pytest
 
 from relax_events.engines.protocol import GeneratedSample
 from relax_events.errors import ConfigError
-from relax_events.events.parts import FinishReason
+from relax_events.events.parts import FinishReason, VersionSegment
 from workers.rollout import RolloutLoop
 
 WANTED = {"distill_coefficient": 1.0, "distill_tokens": "student_topk", "distill_top_k": 3}
@@ -21,7 +21,7 @@ def generated(top_tokens: np.ndarray | None) -> GeneratedSample:
         prompt_group_id="000000-0000-0",
         tokens=np.array([5, 6], np.int32),
         logprobs=np.zeros(2, np.float32),
-        segments=(),
+        segments=(VersionSegment(0, 2),),
         finish_reason=FinishReason.STOP,
         top_tokens=top_tokens,
     )

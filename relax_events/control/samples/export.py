@@ -18,7 +18,7 @@ from relax_events.control.report.writing import replace_file
 from relax_events.control.run_log import RunLog
 from relax_events.control.samples.view import SampleView
 from relax_events.errors import ConfigError, ObjectError
-from relax_events.events.parts import ContentPart, MediaRef, ObjectRef
+from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, ObjectRef
 from relax_events.objects import ObjectStore, check_out
 
 TOKEN_COLUMNS = ("tokens", "loss_mask", "rollout_logprobs")
@@ -98,7 +98,8 @@ def sample_row(view: SampleView, *, newest_version: int, save: Callable[[MediaRe
         "temperature": sample.temperature,
         "num_prompt_tokens": sample.num_prompt_tokens,
         "prompt": "\n".join(message.text for message in sample.messages),
-        "messages": [{"role": message.role, "content": list(_parts(message.parts, save))} for message in sample.messages],
+        "messages": _messages(sample.messages, save),
+        "turns": _messages(sample.turns, save),
         "answer": sample.answer,
         "metadata": sample.metadata,
         "reward_components": score.components if score else {},
@@ -106,6 +107,10 @@ def sample_row(view: SampleView, *, newest_version: int, save: Callable[[MediaRe
         "reward_digest": score.reward_digest if score else None,
         "reward_error": score.error if score else None,
     }
+
+
+def _messages(messages: Iterable[ChatMessage], save: Callable[[MediaRef], str]) -> list[Row]:
+    return [{"role": message.role, "content": list(_parts(message.parts, save))} for message in messages]
 
 
 def _parts(parts: Iterable[ContentPart], save: Callable[[MediaRef], str]) -> Iterator[Row]:

@@ -96,7 +96,7 @@ class SampleFilter:
             and self.prompt_group_id in ("", sample.prompt_group_id)
             and self.sample_id in ("", sample.sample_id)
             and self.worker_id in ("", sample.worker_id)
-            and (not self.contains or any(self.contains in text for text in (sample.completion, *(message.text for message in sample.messages))))
+            and (not self.contains or any(self.contains in text for text in _texts(sample)))
         )
 
     def matches(self, view: SampleView) -> bool:
@@ -104,6 +104,10 @@ class SampleFilter:
         if self.rewards != EVERYTHING and (view.reward is None or not self.rewards[0] <= view.reward <= self.rewards[1]):
             return False
         return self.matches_sample(view.sample) and self.train_step in (None, view.train_step)
+
+
+def _texts(sample: SampleRolledOut) -> tuple[str, ...]:
+    return (sample.completion, *(message.text for message in (*sample.messages, *sample.turns)))
 
 
 def whole_range(low: float, high: float) -> range:

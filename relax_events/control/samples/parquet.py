@@ -30,6 +30,7 @@ COLUMNS = {
     "reward_error": pa.string(),
     "prompt": pa.string(),
     "messages": pa.list_(MESSAGE),
+    "turns": pa.list_(MESSAGE),
     "completion": pa.string(),
     "answer": pa.string(),
     "metadata": pa.string(),

@@ -1,0 +1,116 @@
+"""Members of tar files, read where they lie: an archive's heads are read once, and nothing is unpacked.
+
+A name that a row gives is looked up among the archive's own, and never becomes a path. Only plain archives are read: in a compressed one, what stands
+before a member would have to be unpacked each time.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, NoReturn, cast
+
+from relax_events.errors import MediaError
+
+MAX_MEMBERS = 200_000
+"""Of an archive; one with more is refused."""
+MAX_HEAD_BYTES = 1024**2
+"""What is read of one head, long names and all."""
+OPEN_ARCHIVES = 64
+"""Archives whose contents are remembered."""
+BLOCK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Where a member's bytes lie. `kind` says what it is if it is no file."""
+
+    start: int
+    size: int
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """An archive's members by name; of two with one name the later, as tar has it. `damage` says why there may be more."""
+
+    members: dict[str, Member]
+    damage: str = ""
+
+
+def read_member(file: BinaryIO, name: str, *, path: Path, max_bytes: int, place: str) -> bytes:
+    """Return a member's content.
+
+    Args:
+        file: The archive, open.
+        name: Of the member.
+        path: Of the archive.
+        max_bytes: A larger member is refused unread.
+        place: Names it in errors.
+    Raises:
+        MediaError: There is no such member, it is a link or another thing that is no file, its name leads out, it is too large, or the archive is
+            damaged, too full or compressed.
+    """
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        _refuse(place, path, name, "members must have names that lead nowhere else, without / in front and ..", "unsafe_name")
+    contents = _contents(path, path.stat().st_size, path.stat().st_mtime_ns)
+    member = contents.members.get(name)
+    if member is None:
+        _refuse(place, path, name, contents.damage or "there is no such member", "truncated" if contents.damage else "missing")
+    if member.kind:
+        _refuse(place, path, name, f"it is {member.kind}, and must be a file", "no_file")
+    if member.size > max_bytes:
+        _refuse(place, path, name, f"it claims {member.size} bytes, and may have model.media.max_item_bytes = {max_bytes}", "too_large")
+    file.seek(member.start)
+    data = file.read(member.size)
+    if len(data) < member.size:
+        _refuse(place, path, name, f"it ends after {len(data)} of its {member.size} bytes", "truncated")
+    return data
+
+
+def _refuse(place: str, path: Path, name: str, why: str, reason: str) -> NoReturn:
+    raise MediaError(f"{place} names the member {name!r} of {path}, which can't be used: {why}", reason=reason)
+
+
+@lru_cache(maxsize=OPEN_ARCHIVES)
+def _contents(path: Path, num_bytes: int, changed: int) -> Contents:
+    """Read the heads of an archive, once for as long as its size and time of change stay."""
+    del changed
+    members: dict[str, Member] = {}
+    with path.open("rb") as file:
+        try:
+            with tarfile.open(fileobj=cast("BinaryIO", _Bounded(file)), mode="r:") as archive:
+                for info in archive:
+                    members[info.name] = Member(info.offset_data, info.size, _kind(info))
+                    if len(members) > MAX_MEMBERS:
+                        return Contents({}, f"the archive has more than {MAX_MEMBERS} members; part it")
+                end = archive.offset
+        except (tarfile.TarError, ValueError, OverflowError, RecursionError, MemoryError) as error:
+            rule = "it must be a plain tar file, not a compressed one" if not members else f"it can't be read behind {len(members)} members"
+            return Contents(members, f"{rule} ({error})")
+        file.seek(end)
+        is_whole = file.read(BLOCK) == bytes(BLOCK)
+    return Contents(members, "" if is_whole else f"the archive of {num_bytes} bytes is cut off or damaged behind {len(members)} members")
+
+
+def _kind(info: tarfile.TarInfo) -> str:
+    """Say what a member is that is no file."""
+    if info.issym() or info.islnk():
+        return f"a link to {info.linkname[:80]!r}"
+    if info.issparse():
+        return "a sparse file, which grows when it is read"
+    return "" if info.isreg() else "a folder or device"
+
+
+class _Bounded:
+    """A file of which nobody reads much at a time: what a head claims of itself is not believed."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.seek, self.tell, self._read = file.seek, file.tell, file.read
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= MAX_HEAD_BYTES:
+            raise tarfile.ReadError(f"a head claims {size} bytes")
+        return self._read(size)
