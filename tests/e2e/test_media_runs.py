@@ -167,7 +167,7 @@ def test_run_trains_on_all_media_and_hostile_ones_end_their_own_rows_alone(
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("mode", [(), ("run.mode=sync", "run.max_staleness=0")], ids=["async", "sync"])
-@pytest.mark.parametrize(("task", "chance"), [("colours", 1 / 6), ("motion", 1 / 4), ("tones", 1 / 6)])
+@pytest.mark.parametrize(("task", "chance"), [("colours", 1 / 6), ("motion", 1 / 4), ("tones", 1 / 6), ("omni", 7 / 36)])
 def test_model_learns_what_pictures_clips_and_sounds_show(
     relax: Relax, tmp_path: Path, bootstrap_servers: str, run_id: str, task: str, chance: float, mode: tuple[str, ...]
 ) -> None:
