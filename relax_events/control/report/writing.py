@@ -55,7 +55,7 @@ import psutil
 from relax_events.config import RunConfig
 from relax_events.control.ledger import Ledger
 from relax_events.control.report.page import report_page
-from relax_events.control.run_state import RunState, staleness_max
+from relax_events.control.run_state import RunState, num_samples, staleness_max
 from relax_events.events.parts import now_micros
 from relax_events.events.types import PolicyEvaluated, TrainStepCommitted
 from relax_events.pipeline.description import config_digest
@@ -74,6 +74,7 @@ def write_report(
     succeeded: bool,
     reason: str,
     source: Mapping[str, Any] | None = None,
+    samples: str = "",
 ) -> dict[str, Any]:
     """Write `report.json` and `report.html` into the run's directory and return what the first holds.
 
@@ -87,11 +88,12 @@ def write_report(
         succeeded: Whether the goal was reached.
         reason: Why the run ended, for people.
         source: Curves of the run that this one goes back to.
+        samples: Some samples as HTML, for the page alone.
     """
     report = build_report(config, state, ledger, wall_seconds=wall_seconds, succeeded=succeeded, reason=reason, ended_at=now_micros(), source=source)
     config.run_directory.mkdir(parents=True, exist_ok=True)
     replace_file(config.run_directory / "report.json", orjson.dumps(report, option=orjson.OPT_INDENT_2))
-    replace_file(config.run_directory / "report.html", report_page(report).encode())
+    replace_file(config.run_directory / "report.html", report_page(report, samples=samples).encode(errors="replace"))
     return report
 
 
@@ -202,7 +204,7 @@ def throughput(steps: Sequence[TrainStepCommitted], curves: Mapping[str, Any], *
         "tokens_trained": sum(tokens),
         "train_seconds": seconds,
         "tokens_per_second": ratio(sum(tokens[place] for place in mine), seconds),
-        "samples_per_second": ratio(sum(len(steps[place].sample_ids) for place in mine), seconds),
+        "samples_per_second": ratio(sum(num_samples(steps[place]) for place in mine), seconds),
     }
 
 
