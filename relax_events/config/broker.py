@@ -57,6 +57,8 @@ class BrokerConfig(Section):
     """How long a producer waits to fill a record batch, in milliseconds."""
     compression: Literal["none", "lz4", "zstd"] = "none"
     """Compression of sample topics."""
+    segment_seconds: Seconds = 300.0
+    """After so long the broker closes a file of the log, where `run.retain_versions` purges: only closed files leave the disk."""
     credentials: Path | None = None
     """Folder made by `relax broker secure`. Every process takes its own principal's password from it, and the embedded broker lets
     nobody else in. Empty means no security, or what the next four keys say."""

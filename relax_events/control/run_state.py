@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from sys import intern
+from typing import Any
+
+import numpy as np
 
 from relax_events.events.parts import Command, Outcome, WorkerState
 from relax_events.events.types import (
@@ -20,6 +24,7 @@ from relax_events.events.types import (
 from relax_events.pipeline.worker import STEPS_NOT_FINITE
 from relax_events.policy import is_guest
 
+NOTHING = np.zeros(0, np.int32)
 FOLLOWED = ("control.train-steps", "control.group-outcomes", "control.heartbeats", "control.metrics", "control.evaluations")
 
 
@@ -28,7 +33,7 @@ class RunState:
     """What the control log has said so far. Feed it every event, in log order; it never looks anywhere else.
 
     `not_finite` are the reports of steps whose loss or gradient was no finite number. `critic_figures` are those of the critic's steps, by
-    train step; `metrics` is the newest report of each worker otherwise.
+    train step; `metrics` is the newest report of each worker otherwise. `steps` are without what they name of each sample.
     """
 
     policy_version: int = -1
@@ -50,7 +55,7 @@ class RunState:
     def note(self, event: Event) -> None:
         """Take in an event."""
         if isinstance(event, TrainStepCommitted):
-            self.steps.append(event)
+            self.steps.append(without_its_samples(event))
         elif isinstance(event, PolicyVersionPublished):
             self.policy_version = max(self.policy_version, event.policy_version)
         elif isinstance(event, PromptGroupEnded):
@@ -119,6 +124,19 @@ def is_silent(beat: WorkerBeat, *, seconds: float, newest_at: int) -> bool:
     Measured against the newest beat of anybody: while the broker is away nobody's comes, and nobody is to blame.
     """
     return beat.beat_at < newest_at - int(seconds * 1e6) and beat.state not in (WorkerState.STOPPED, WorkerState.STARTING)
+
+
+def without_its_samples(step: TrainStepCommitted) -> TrainStepCommitted:
+    """Return a step as it is kept over a whole run: a tenth of its size, since samples and places go and names are shared."""
+    figures, phases = ({intern(name): value for name, value in named.items()} for named in (step.figures, step.phase_seconds))
+    of_samples: dict[str, Any] = {"prompt_group_ids": [], "sample_ids": [], "consumed": []}
+    of_samples |= dict.fromkeys(("partitions", "offsets", "ranks", "micro_batches"), NOTHING)
+    return replace(step, **of_samples, figures=figures, phase_seconds=phases)
+
+
+def num_samples(step: TrainStepCommitted) -> int:
+    """Return how many samples a train step had."""
+    return sum(step.staleness_counts)
 
 
 def staleness_max(step: TrainStepCommitted) -> int:

@@ -70,6 +70,8 @@ class TopicPlan:
     compression: str
     source_run_id: str = ""
     """A replay has no prompts and samples of its own: they are those of this run."""
+    segment_seconds: float = 0.0
+    """After so long a file of the log is closed, so that it can go when its records are purged; 0 leaves that to the broker."""
 
     @classmethod
     def of(cls, config: RunConfig) -> TopicPlan:
@@ -83,6 +85,7 @@ class TopicPlan:
             replication_factor=broker.replication_factor,
             compression=broker.compression,
             source_run_id=config.source.run if config.is_replay else "",
+            segment_seconds=broker.segment_seconds if config.run.retain_versions else 0.0,
         )
 
     @property
@@ -173,5 +176,7 @@ class TopicPlan:
             "max.message.bytes": str(MAX_RECORD_BYTES),
             "min.insync.replicas": str(min(2, self.replication_factor)),
         }
+        if self.segment_seconds:
+            base["segment.ms"] = str(round(self.segment_seconds * 1000))
         every = base | (settings or {})
         return [TopicSpec(self.topic(entity), num_partitions, self.replication_factor, doc, every) for entity, doc in entities.items()]

@@ -172,7 +172,7 @@ def test_report_works_when_no_step_was_made(tmp_path: Path) -> None:
 
 def test_report_shows_broken_promises() -> None:
     state, ledger = books(3)
-    ledger.note(state.steps[1])
+    ledger.note(train_step(1, at_seconds=END_SECONDS))
     report = built(state, ledger)
     assert report["samples_trained_twice"] == 2
     assert report["ledger_problems"][0].startswith("sample trained twice: 2, for example")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 from event_samples import committed, ended, published
 
-from relax_events.control.run_state import RunState
+from relax_events.control.run_state import RunState, num_samples
 from relax_events.events.parts import Command, Outcome, WorkerState
 from relax_events.events.types import Event, MetricsReported, RunCommanded, WorkerBeat
 
@@ -23,6 +24,16 @@ def test_run_state_is_what_the_log_says() -> None:
     assert (state.metrics["w"], state.critic_figures) == (report, {1: {"value_loss": 0.25}})
     state.note(published(0))
     assert state.policy_version == 1
+
+
+def test_run_state_keeps_of_a_step_what_is_shown_and_none_of_its_samples() -> None:
+    of_samples = {"prompt_group_ids": ["a"], "sample_ids": ["a/0", "a/1"], "staleness_counts": [1, 1], "offsets": np.arange(2)}
+    state, step = RunState(), committed(0, figures={"reward_mean": 0.75}, **of_samples)
+    state.note(step)
+    (kept,) = state.steps
+    assert (kept.train_step, kept.figures, kept.phase_seconds, kept.weights_digest) == (0, step.figures, step.phase_seconds, step.weights_digest)
+    assert (kept.sample_ids, kept.prompt_group_ids, kept.consumed, len(kept.offsets)) == ([], [], [], 0)
+    assert num_samples(kept) == 2
 
 
 def test_run_state_counts_each_end_once_and_failures_in_a_row() -> None:

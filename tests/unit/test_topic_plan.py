@@ -26,6 +26,14 @@ def test_plan_gives_all_sample_topics_the_same_partitions(make_run_config: Calla
     assert all(spec.doc for spec in specs.values())
 
 
+@pytest.mark.parametrize(("retained", "expected"), [(0, None), (20, "300000")])
+def test_files_of_the_log_are_closed_in_time_where_purged_records_shall_leave_the_disk(
+    make_run_config: Callable[..., RunConfig], retained: int, expected: str | None
+) -> None:
+    plan = TopicPlan.of(make_run_config(run={"id": "mine", "retain_versions": retained}))
+    assert {spec.settings.get("segment.ms") for spec in plan.specs()} == {expected}
+
+
 def test_changes_are_the_difference_between_plan_and_broker() -> None:
     spec = TopicSpec("t", 4, 1, "of a test", {"retention.ms": "-1", "cleanup.policy": "delete"})
     same = TopicState("t", 4, 1, {"retention.ms": "-1", "cleanup.policy": "delete", "segment.bytes": "7"})

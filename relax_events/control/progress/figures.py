@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from relax_events.config import RunConfig
-from relax_events.control.run_state import RunState, staleness_max
+from relax_events.control.run_state import RunState, num_samples, staleness_max
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import TrainStepCommitted, WorkerBeat
 
@@ -73,7 +73,7 @@ class ProgressFigures:
             staleness_mean=figures.get("staleness_mean"),
             staleness_max=staleness_max(newest) if newest else None,
             tokens_per_second=sum(step.figures.get("num_tokens", 0.0) for step in counted) / seconds if seconds > 0 else None,
-            samples_per_second=sum(len(step.sample_ids) for step in counted) / seconds if seconds > 0 else None,
+            samples_per_second=sum(num_samples(step) for step in counted) / seconds if seconds > 0 else None,
             remaining_seconds=max(config.num_train_steps - state.num_steps, 0) * seconds / len(counted) if seconds > 0 else None,
             outcomes=dict(state.outcomes),
             num_lagging=sum(count for slots in lag.values() for count in slots.values()),

@@ -55,7 +55,7 @@ import psutil
 from relax_events.config import RunConfig
 from relax_events.control.ledger import Ledger
 from relax_events.control.report.page import report_page
-from relax_events.control.run_state import RunState, staleness_max
+from relax_events.control.run_state import RunState, num_samples, staleness_max
 from relax_events.events.parts import now_micros
 from relax_events.events.types import PolicyEvaluated, TrainStepCommitted
 from relax_events.pipeline.description import config_digest
@@ -202,7 +202,7 @@ def throughput(steps: Sequence[TrainStepCommitted], curves: Mapping[str, Any], *
         "tokens_trained": sum(tokens),
         "train_seconds": seconds,
         "tokens_per_second": ratio(sum(tokens[place] for place in mine), seconds),
-        "samples_per_second": ratio(sum(len(steps[place].sample_ids) for place in mine), seconds),
+        "samples_per_second": ratio(sum(num_samples(steps[place]) for place in mine), seconds),
     }
 
 
