@@ -14,7 +14,7 @@ from relax_events.cli.sample_flags import Which
 
 if TYPE_CHECKING:
     from relax_events.control.run_log import RunLog
-    from relax_events.control.samples.view import SampleLine
+    from relax_events.control.samples.view import SampleLine, SampleView
 
 app = App(name="samples", help="Look at the samples of a run.\n\nExample: relax samples tail configs/quickstart.toml --last 5 --no-follow")
 Output = Literal["table", "json"]
@@ -71,7 +71,7 @@ def _lines(log: RunLog, which: Which, *, from_beginning: bool, last: int, follow
 
 
 @app.command
-def show(sample_id: str, config: Path, *overrides: str, tokens: bool = False, output: Output = "table") -> None:
+def show(sample_id: str, config: Path, *overrides: str, tokens: bool = False, output: Output = "table", to: Path | None = None) -> None:
     """Show a sample: the conversation, its reward, what became of it, and its tokens if asked for.
 
     Example: relax samples show 000000-0000-0/0 configs/quickstart.toml --tokens
@@ -82,6 +82,7 @@ def show(sample_id: str, config: Path, *overrides: str, tokens: bool = False, ou
         overrides: section.key=value, laid over the run file.
         tokens: Add a table of all tokens with their log-probabilities, advantages and loss mask.
         output: Text to read, or JSON for programs.
+        to: Write an HTML page instead, which shows pictures and clips and plays sounds.
     """
     from relax_events.cli.looking import note_unreadable, open_run_log
     from relax_events.cli.output import print_json
@@ -91,10 +92,21 @@ def show(sample_id: str, config: Path, *overrides: str, tokens: bool = False, ou
     with open_run_log(config, overrides, name="samples") as log:
         detail = read_detail(log, sample_id, with_tokens=tokens)
         note_unreadable(log)
+        if to is not None:
+            _write_page(log, detail.view, to)
+            return
     if output == "json":
         print_json(sample_document(detail))
     else:
         print_sample(detail)
+
+
+def _write_page(log: RunLog, view: SampleView, path: Path) -> None:
+    from relax_events.control.samples.page import SamplePage
+
+    with SamplePage(log, path) as page:
+        page.add(view)
+    print(f"wrote sample {view.sample.sample_id} to {path}")
 
 
 @app.command
@@ -108,7 +120,7 @@ def export(
     last: int = 0,
     limit: int | None = None,
 ) -> None:
-    """Write samples into a .jsonl or .parquet file, with their media beside it.
+    """Write samples into a .jsonl or .parquet file, with their media beside it, or into an .html page that shows them.
 
     Example: relax samples export configs/quickstart.toml --to samples.jsonl --reward 0.9..
 
@@ -123,15 +135,15 @@ def export(
         limit: End after so many samples.
     """
     from relax_events.cli.looking import note_unreadable, open_run_log, reader_may_leave
-    from relax_events.control.samples.export import Export
+    from relax_events.control.samples.export import open_export
     from relax_events.control.samples.reading import last_samples, read_samples
 
     wanted = which.as_filter()
     with open_run_log(config, overrides, name="samples") as log:
         views = last_samples(log, wanted, count=last) if last else read_samples(log, wanted)
-        with reader_may_leave() if to is None else nullcontext(), Export(log, to, media=media, tokens=tokens) as exported:
+        with reader_may_leave() if to is None else nullcontext(), open_export(log, to, media=media, tokens=tokens) as exported:
             for view in islice(views, limit):
                 exported.add(view)
         note_unreadable(log)
     if to is not None:
-        print(f"wrote {exported.num_rows} samples to {to}, with {exported.num_media} media files")
+        print(f"wrote {exported.num_rows} samples to {to}, with {exported.num_media} media")

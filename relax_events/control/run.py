@@ -26,6 +26,7 @@ from relax_events.control.progress.display import ProgressDisplay
 from relax_events.control.report.writing import write_report
 from relax_events.control.run_state import FOLLOWED, RunState
 from relax_events.control.runs.replay import settle_source, source_curves
+from relax_events.control.samples.page import report_samples
 from relax_events.control.scaling import ScaleState
 from relax_events.control.security import admin_connection, apply_security
 from relax_events.control.supervisor import Supervisor
@@ -214,8 +215,9 @@ class RunSession:
         succeeded = ended is not None and ended.succeeded
         reason = ended.reason if ended else "interrupted; the same command takes the run up where it is"
         ledger = read_ledger(self._config)
-        source = source_curves(self._config, [step.train_step for step in self._state.steps])
-        report = write_report(self._config, self._state, ledger, wall_seconds=wall_seconds, succeeded=succeeded, reason=reason, source=source)
+        steps = [step.train_step for step in self._state.steps]
+        extras: dict[str, Any] = {"source": source_curves(self._config, steps), "samples": report_samples(self._config, steps)}
+        report = write_report(self._config, self._state, ledger, wall_seconds=wall_seconds, succeeded=succeeded, reason=reason, **extras)
         if problems := ledger.problems():
             raise CheckFailed("the ledger found broken promises:\n" + "\n".join(problems))
         if not succeeded:

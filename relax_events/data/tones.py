@@ -48,13 +48,13 @@ def _tone(generator: np.random.Generator, hertz: float, seconds: float) -> Sampl
     return LOUDNESS * np.sin(2 * np.pi * played * time + begin) + NOISE * generator.standard_normal(len(time))
 
 
-def encoded(samples: Samples) -> bytes:
+def encoded(samples: Samples, *, rate_hertz: int = RATE_HERTZ) -> bytes:
     """Write a sound as a WAV file."""
     file = BytesIO()
     with wave.open(file, "wb") as sound:
         sound.setnchannels(1)
         sound.setsampwidth(2)
-        sound.setframerate(RATE_HERTZ)
+        sound.setframerate(rate_hertz)
         sound.writeframes((samples.clip(-1, 1) * FULL_SCALE).round().astype("<i2").tobytes())
     return file.getvalue()
 

@@ -139,5 +139,5 @@ def test_json_lines_go_to_stdout_when_there_is_no_file(log: RunLog, capfdbinary:
 
 
 def test_other_ending_is_refused(log: RunLog, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--to must end in \.jsonl or \.parquet, got .*samples\.csv"):
+    with pytest.raises(ConfigError, match=r"--to must end in \.jsonl, \.parquet or \.html, got .*samples\.csv"):
         Export(log, tmp_path / "samples.csv")

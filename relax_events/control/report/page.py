@@ -37,14 +37,25 @@ OF_A_TEACHER = {"teacher_kl", "distill_loss"}
 SMOOTHED = {"reward_mean", "loss", "grad_norm", "completion_tokens_mean", "tokens_per_second"}
 
 
-def report_page(report: Mapping[str, Any]) -> str:
-    """Return the page for a report as `build_report` makes it; figures that are None are shown as a dash."""
+def report_page(report: Mapping[str, Any], *, samples: str = "") -> str:
+    """Return the page for a report as `build_report` makes it; figures that are None are shown as a dash.
+
+    Args:
+        report: The figures.
+        samples: Some samples of the run, as HTML.
+    """
+    parts = [header(report), tiles(report), ledger(report), charts(report), samples, evaluations(report), phases(report), details(report)]
+    return html_page(f"Run {report['run_id']}", "\n".join(parts))
+
+
+def html_page(title: str, body: str) -> str:
+    """Return a whole page; browsers are told to let it reach nothing outside of itself, and run no scripts."""
     style = files("relax_events.control.report").joinpath("page.css").read_text(encoding="utf-8")
-    name = escape(report["run_id"])
-    body = "\n".join([header(report), tiles(report), ledger(report), charts(report), evaluations(report), phases(report), details(report)])
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:"
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Run {name}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
 
 

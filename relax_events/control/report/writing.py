@@ -74,6 +74,7 @@ def write_report(
     succeeded: bool,
     reason: str,
     source: Mapping[str, Any] | None = None,
+    samples: str = "",
 ) -> dict[str, Any]:
     """Write `report.json` and `report.html` into the run's directory and return what the first holds.
 
@@ -87,11 +88,12 @@ def write_report(
         succeeded: Whether the goal was reached.
         reason: Why the run ended, for people.
         source: Curves of the run that this one goes back to.
+        samples: Some samples as HTML, for the page alone.
     """
     report = build_report(config, state, ledger, wall_seconds=wall_seconds, succeeded=succeeded, reason=reason, ended_at=now_micros(), source=source)
     config.run_directory.mkdir(parents=True, exist_ok=True)
     replace_file(config.run_directory / "report.json", orjson.dumps(report, option=orjson.OPT_INDENT_2))
-    replace_file(config.run_directory / "report.html", report_page(report).encode())
+    replace_file(config.run_directory / "report.html", report_page(report, samples=samples).encode(errors="replace"))
     return report
 
 

@@ -16,6 +16,7 @@ import orjson
 
 from relax_events.control.report.writing import replace_file
 from relax_events.control.run_log import RunLog
+from relax_events.control.samples.page import SamplePage
 from relax_events.control.samples.view import SampleView
 from relax_events.errors import ConfigError, ObjectError
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, ObjectRef
@@ -33,6 +34,15 @@ class RowWriter(Protocol):
 
     def close(self, *, is_whole: bool) -> None:
         """End the file; one that is not whole is removed."""
+
+
+def open_export(log: RunLog, path: Path | None, *, media: Path | None = None, tokens: bool = False) -> Export | SamplePage:
+    """Open what the file's ending names; arguments and errors as for `Export`. A page holds its media itself, and no tokens."""
+    if path is None or path.suffix != ".html":
+        return Export(log, path, media=media, tokens=tokens)
+    if media is not None or tokens:
+        raise ConfigError("a page holds its media itself, and shows no tokens; leave out --media and --tokens, or export .jsonl")
+    return SamplePage(log, path)
 
 
 class Export(AbstractContextManager["Export"]):
@@ -148,7 +158,7 @@ def open_writer(path: Path | None, *, tokens: bool) -> RowWriter:
         EnvironmentProblem: Parquet is wanted and pyarrow is not installed.
     """
     if path is not None and path.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(f"--to must end in .jsonl or .parquet, got {path}")
+        raise ConfigError(f"--to must end in .jsonl, .parquet or .html, got {path}")
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".parquet":

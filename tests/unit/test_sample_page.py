@@ -1,0 +1,194 @@
+"""Pages show samples with their media, hold everything themselves, keep to their bounds, and nothing in them runs."""
+
+from __future__ import annotations
+
+import base64
+import wave
+from dataclasses import replace
+from html.parser import HTMLParser
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from event_samples import ended, rolled_out, scored
+from PIL import Image
+
+from relax_events.config import RunConfig
+from relax_events.control.run_log import RunLog
+from relax_events.control.samples import page as pages
+from relax_events.control.samples.cards import MAX_CHARACTERS
+from relax_events.control.samples.export import open_export
+from relax_events.control.samples.gallery import MAX_FRAMES, MAX_SECONDS, MAX_SIDE, Gallery
+from relax_events.control.samples.page import SamplePage, best_and_worst
+from relax_events.control.samples.view import SampleView
+from relax_events.errors import ConfigError
+from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality, Outcome
+from relax_events.media.items import MediaItem
+from relax_events.media.library import MediaLibrary
+from tests.unit.moving_and_sounding import clip_file, media_run, omni_model, sound_file
+from tests.unit.pictures import picture_file
+
+HOSTILE = "</span></td><script>alert(1)</script><img src=x onerror=alert(2)> & 'so' \"on\""
+
+
+class Page(HTMLParser):
+    """Collects a page's tags with their attributes, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.words)
+
+    def sources(self, tag: str) -> list[bytes]:
+        """Return what the data URIs of all tags of a name hold."""
+        addresses = [attributes["src"] or "" for name, attributes in self.tags if name == tag]
+        assert all(address.startswith("data:") for address in addresses)
+        return [base64.b64decode(address.partition(",")[2]) for address in addresses]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return media_run(tmp_path, omni_model())
+
+
+def log_of(config: RunConfig) -> RunLog:
+    """Stand in for what a page needs of a run's log."""
+    return cast("RunLog", SimpleNamespace(config=config, newest_version=3))
+
+
+@pytest.fixture
+def library(config: RunConfig) -> MediaLibrary:
+    return MediaLibrary(config)
+
+
+def put(library: MediaLibrary, modality: Modality, file: bytes) -> MediaRef:
+    return library.admit(MediaItem(modality, file, "rows:1"))
+
+
+def view(
+    *media: MediaRef, text: str = "what is it?", index: int = 0, group: str = "000000-0000-0", reward: float = 0.5, **changes: Any
+) -> SampleView:
+    parts = [*(ContentPart(Modality.IMAGE, media=piece) for piece in media), ContentPart(Modality.TEXT, text)]
+    sample = rolled_out(group, index, version=1, messages=[ChatMessage("user", parts)], **changes)
+    return SampleView(sample, "samples[0]@0", 1, scored(group, index, version=1, reward=reward), ended(group, outcome=Outcome.TRAINED, version=1))
+
+
+def page_of(config: RunConfig, *views: SampleView) -> Page:
+    path = config.run.directory / "out" / "page.html"
+    with open_export(log_of(config), path) as page:
+        for one in views:
+            page.add(one)
+    return Page(path.read_text())
+
+
+def test_page_shows_what_the_model_was_shown_beside_answer_and_reward(config: RunConfig, library: MediaLibrary) -> None:
+    files = {Modality.IMAGE: picture_file(64, 48), Modality.VIDEO: clip_file(32, 32, 4), Modality.AUDIO: sound_file(0.4)}
+    media = [put(library, modality, file) for modality, file in files.items()]
+    page = page_of(config, view(*media, completion="red", answer="blue", reward=0.25))
+    shown = [np.asarray(Image.open(BytesIO(source))) for source in page.sources("img")]
+    picture, clip, sound = (library.processed(piece) for piece in media)
+    assert clip.pixels is not None
+    assert sound.samples is not None
+    np.testing.assert_array_equal(shown[0], picture.pixels)
+    np.testing.assert_array_equal(np.stack(shown[1:]), clip.pixels)
+    with wave.open(BytesIO(page.sources("audio")[0])) as played:
+        heard = np.frombuffer(played.readframes(played.getnframes()), "<i2") / (2**15 - 1)
+        assert played.getframerate() == 16_000
+    np.testing.assert_allclose(heard, sound.samples.clip(-1, 1), atol=1e-4)
+    for word in ("what is it?", "red", "blue", "0.25", "trained in step 1", "image/png, 64 x 48"):
+        assert word in page.text
+
+
+def test_hostile_texts_stay_texts(config: RunConfig, library: MediaLibrary) -> None:
+    media = replace(put(library, Modality.IMAGE, picture_file(32, 32)), uri=f"file:///{HOSTILE}", media_type=f"image/{HOSTILE}")
+    hostile = view(media, text=HOSTILE, completion=HOSTILE, answer=HOSTILE)
+    score = scored(index=0, version=1)
+    failed = replace(hostile, score=replace(score, reward=None, error=HOSTILE))
+    page = page_of(config, replace(hostile, sample=replace(hostile.sample, prompt_group_id=HOSTILE)), failed)
+    assert not [tag for tag, attributes in page.tags if tag == "script" or any(name.startswith("on") for name in attributes)]
+    assert len(page.sources("img")) == 2  # and none of them from elsewhere
+    assert page.text.count(HOSTILE) >= 8
+    assert any(attributes.get("title") == media.uri for _, attributes in page.tags)
+    policy = next(attributes["content"] for tag, attributes in page.tags if attributes.get("http-equiv") == "Content-Security-Policy")
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:"
+
+
+def test_media_that_cannot_be_shown_are_named_with_the_reason(config: RunConfig, library: MediaLibrary) -> None:
+    gone = replace(put(library, Modality.IMAGE, picture_file(32, 32)), digest=bytes(32), uri=f"{config.objects_uri}/sha256/00/{64 * '0'}.png")
+    strange = replace(gone, media_type="text/html")
+    page = page_of(config, view(gone, strange))
+    assert page.sources("img") == []
+    assert "not shown, can't read file://" in page.text
+    assert "is of type 'text/html'" in page.text
+
+
+def test_model_of_text_shows_no_media_and_says_so(config: RunConfig, library: MediaLibrary, tmp_path: Path) -> None:
+    media = put(library, Modality.IMAGE, picture_file(32, 32))
+    without = config.model_copy(update={"model": config.model.model_copy(update={"path": tmp_path / "none"})})
+    assert "not shown, the model reads text alone" in page_of(without, view(media)).text
+
+
+def test_long_clips_and_sounds_and_large_pictures_are_shown_in_part(config: RunConfig, library: MediaLibrary) -> None:
+    gallery = Gallery(config, max_bytes=10**8)
+    large = put(library, Modality.IMAGE, picture_file(960, 480))
+    (source,) = Page(gallery.drawn(large)).sources("img")
+    assert Image.open(BytesIO(source)).size == (MAX_SIDE, MAX_SIDE // 2)
+    assert len(Page(gallery.drawn(put(library, Modality.VIDEO, clip_file(32, 32, 40)))).sources("img")) == MAX_FRAMES
+    (played,) = Page(gallery.drawn(put(library, Modality.AUDIO, sound_file(MAX_SECONDS + 2)))).sources("audio")
+    with wave.open(BytesIO(played)) as begin:
+        assert begin.getnframes() == MAX_SECONDS * 16_000
+
+
+def test_page_that_is_full_names_the_rest(config: RunConfig, library: MediaLibrary) -> None:
+    first, second = (put(library, Modality.IMAGE, picture_file(48, 48, seed=seed)) for seed in (1, 2))
+    gallery = Gallery(config, max_bytes=len(Gallery(config, max_bytes=10**6).drawn(first)))
+    assert "<img" in gallery.drawn(first)
+    assert "not shown, the page is full" in gallery.drawn(second)
+    assert gallery.num_drawn == 1
+
+
+def test_long_texts_are_cut(config: RunConfig) -> None:
+    page = page_of(config, view(completion="x" * (MAX_CHARACTERS + 1)))
+    assert f"{'x' * MAX_CHARACTERS} ... (4,001 characters)" in page.text
+
+
+def test_samples_of_a_prompt_group_share_one_card(config: RunConfig, library: MediaLibrary) -> None:
+    media = put(library, Modality.IMAGE, picture_file(32, 32))
+    page = page_of(config, view(media, index=0), view(group="000000-0001-0"), view(media, index=1, completion="green"))
+    assert [tag for tag, _ in page.tags].count("article") == 2
+    assert len(page.sources("img")) == 1
+    assert "3 samples of 2 prompt groups" in page.text
+
+
+def test_page_of_too_many_samples_is_refused_and_leaves_nothing(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "MAX_SAMPLES", 2)
+    with pytest.raises(ConfigError, match="a page holds at most 2 samples"):
+        page_of(config, *(view(index=index) for index in range(3)))
+    assert list((config.run.directory).glob("out/*")) == []
+
+
+def test_page_takes_no_flags_of_files(config: RunConfig) -> None:
+    with pytest.raises(ConfigError, match="leave out --media and --tokens"):
+        open_export(log_of(config), Path("page.html"), tokens=True)
+    assert isinstance(open_export(log_of(config), Path("page.html")), SamplePage)
+
+
+def test_report_chooses_the_best_and_the_worst() -> None:
+    views = [view(index=index, reward=reward) for index, reward in enumerate((0.1, 0.9, 0.5, 0.2, 1.0, 0.0))]
+    lost = replace(view(index=6), score=None)
+    assert [one.reward for one in best_and_worst([*views, lost])] == [1.0, 0.9, 0.0, None]
+    assert len(best_and_worst(views[:3])) == 3
