@@ -26,6 +26,9 @@ class RowsConfig(Section):
     """Of a folder in Hugging Face layout: take the files of this split only, such as `train`; empty takes all."""
     prompt_key: str = "prompt"
     """Column that holds the prompt: a string, or a list of chat messages. Dots lead into objects, here and in the other keys."""
+    prompt_template: str = ""
+    """In place of `prompt_key`, a text that the prompt is made from: `{name}` stands for a column, which holds a string, a number, or a list of
+    strings, one a line. `"<image>{problem}"` puts a picture before a question that does not say where it stands."""
     completion_key: str = ""
     """Column that holds the answer to learn: a string, or the messages that follow the prompt. Without it the reference answer is learnt."""
     conversation_key: str = ""
@@ -71,8 +74,10 @@ class RowsConfig(Section):
         given = [key for key in LEARNT_KEYS if getattr(self, key)]
         if given not in ([], ["completion_key"], ["conversation_key"], ["chosen_key", "rejected_key"]):
             raise ValueError(f"completion_key, conversation_key, or chosen_key with rejected_key say what is learnt, got {' and '.join(given)}")
-        if not self.prompt_key and "chosen_key" not in given:
+        if not self.prompt_key and not self.prompt_template and "chosen_key" not in given:
             raise ValueError("prompt_key must name a column, got ''; it may be empty where chosen_key and rejected_key bring the prompt")
+        if self.prompt_template and (self.prompt_key not in ("", "prompt") or self.conversation_key):
+            raise ValueError("prompt_template stands in place of prompt_key and conversation_key; leave them out")
         if (self.media_root is not None or self.media_hosts) and not self.multimodal_keys:
             raise ValueError("media_root and media_hosts are of no use without multimodal_keys; name the columns that hold media")
         if self.train_on != "all" and not self.conversation_key:

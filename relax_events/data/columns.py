@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Mapping
 from typing import Any, NoReturn
 
@@ -15,6 +16,8 @@ from relax_events.errors import ConfigError, MediaError
 from relax_events.events.parts import ChatMessage, Modality
 from relax_events.media.items import MediaAccess, MediaItem, items_of
 
+FIELD = re.compile(r"\{([A-Za-z_][\w.]*)\}")
+"""A column in a template."""
 KINDS = {type(None): "null", dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
 
 
@@ -29,11 +32,13 @@ class ColumnReader:
             section: Where the run file does, for errors.
         """
         self._config, self._section = config, section
-        prompt_key = "" if config.conversation_key else config.prompt_key
+        prompt_key = "" if config.conversation_key or config.prompt_template else config.prompt_key
         learnt_keys = (config.completion_key, config.conversation_key, config.chosen_key, config.rejected_key)
         self._access = MediaAccess(config.media_root, config.media_hosts)
         self._media_keys = {Modality(name): key for name, key in config.multimodal_keys.items()}
-        self._taken = {key for key in (prompt_key, *learnt_keys, config.answer_key, config.tools_key, *self._media_keys.values()) if key}
+        in_template = FIELD.findall(config.prompt_template)
+        keys = (prompt_key, *in_template, *learnt_keys, config.answer_key, config.tools_key, *self._media_keys.values())
+        self._taken = {key for key in keys if key}
 
     def needed(self, columns: list[str]) -> list[str]:
         """Return those of a file's columns that a row is made of."""
@@ -85,7 +90,9 @@ class ColumnReader:
             prompt, completion = divided(conversation, train_on=config.train_on, place=where)
             return prompt, [completion]
         prompt = []
-        if config.prompt_key:
+        if config.prompt_template:
+            prompt = [ChatMessage.of_text("user", FIELD.sub(lambda field: self._text(columns, field[1], place), config.prompt_template))]
+        elif config.prompt_key:
             value = self._column(columns, config.prompt_key, "prompt_key", place)
             prompt = _messages(value, f"{place}: {config.prompt_key}", modalities=self._media_keys)
         if config.chosen_key:
@@ -95,6 +102,15 @@ class ColumnReader:
             completion = self._completion(columns, config.completion_key, "completion_key", place)
             return prompt, [checked_completion(completion, place=f"{place}: {config.completion_key}")]
         return prompt, []
+
+    def _text(self, columns: dict[str, Any], key: str, place: str) -> str:
+        """Return a column as it stands in the template; see `data.prompt_template`."""
+        value = self._column(columns, key, "prompt_template", place)
+        if isinstance(value, list) and all(isinstance(line, str) for line in value):
+            return "\n".join(value)
+        if not isinstance(value, str | int | float):
+            raise ConfigError(f"{place}: {key} is {_kind(value)}; data.prompt_template takes strings, numbers and lists of strings")
+        return str(value)
 
     def _completion(self, columns: dict[str, Any], key: str, setting: str, place: str) -> list[ChatMessage]:
         value = self._column(columns, key, setting, place)
