@@ -4,6 +4,7 @@ from benchmarks import (
     bus,
     codec,
     curves,
+    endurance,
     footprint,
     kernels,
     log_size,
@@ -33,3 +34,4 @@ weight_changes.main()
 trl.main()
 curves.main()
 workloads.main()
+endurance.main()

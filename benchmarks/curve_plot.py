@@ -13,6 +13,7 @@ NUM_COLUMNS = 3
 CELL_WIDTH, HEAD_HEIGHT, GAP = 320, 26, 14
 CELL_HEIGHT = HEAD_HEIGHT + CELL_WIDTH * HEIGHT // WIDTH
 REACH = 2
+HEADROOM = 1.05
 STYLE = """
 svg { background: #ffffff; font-family: system-ui, sans-serif; }
 .name { font-size: 14px; font-weight: 600; fill: #1b1f24; }
@@ -33,21 +34,24 @@ class Curve:
     rewards: Sequence[float | None]
 
 
-def small_multiples(panels: Mapping[str, Sequence[Curve]], *, title: str) -> str:
+def small_multiples(panels: Mapping[str, Sequence[Curve]], *, title: str, own_axes: bool = False) -> str:
     """Draw a panel for each name: its runs pale, their moving mean strong, all on the same axes.
 
     Args:
         panels: The runs of each, at least one panel and one run in each.
         title: Of the whole, for readers that do not see it.
+        own_axes: Let each panel begin at 0 and end a little above its own values, for panels of different things.
     Returns:
         An SVG file that needs nothing else.
     """
     last = max(curve.steps[-1] for curves in panels.values() for curve in curves)
-    known = [reward for curves in panels.values() for curve in curves for reward in curve.rewards if reward is not None]
-    frame = Frame(0, last, min(0.0, *known, 0.0), max(1.0, *known, 1.0))
+    known = {name: [reward for curve in curves for reward in curve.rewards if reward is not None] for name, curves in panels.items()}
+    rewards = [0.0, 1.0, *(reward for values in known.values() for reward in values)]
+    common = Frame(0, last, min(rewards), max(rewards))
+    frames = {name: Frame(0, last, min(0.0, *values), HEADROOM * max(values) or 1.0) if own_axes else common for name, values in known.items()}
     num_rows = -(-len(panels) // NUM_COLUMNS)
     width, height = NUM_COLUMNS * (CELL_WIDTH + GAP) + GAP, num_rows * (CELL_HEIGHT + GAP) + GAP
-    cells = "".join(cell(place, name, curves, frame) for place, (name, curves) in enumerate(panels.items()))
+    cells = "".join(cell(place, name, curves, frames[name]) for place, (name, curves) in enumerate(panels.items()))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"><title>{escape(title)}</title>'
         f"<style>{STYLE}</style>{cells}</svg>\n"

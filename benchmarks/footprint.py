@@ -14,14 +14,13 @@ from typing import Any
 import psutil
 
 from benchmarks import report
+from benchmarks.processes import BROKER, resident_bytes, roles_below
 from benchmarks.quickstart import CONFIG
 
 LOOK_EVERY_SECONDS = 0.25
 RUN_SECONDS = 900.0
-ROLES = ("prompter", "rollout", "reward", "advantage", "trainer", "controller", "metrics")
-BROKER, REST = "broker", "supervisor, preparation"
 QUESTION = """The quickstart, every role a process of its own and the broker embedded, watched from start to end: {num_samples:,} trained samples.
-Start-up is in it: imports, the broker's first seconds, making the model and the data (under "preparation"). Memory is resident, so pages that
+Start-up is in it: imports, the broker's first seconds, making the model and the data (under "relax run"). Memory is resident, so pages that
 processes share count for each of them."""
 
 
@@ -31,27 +30,19 @@ class Watch:
 
     seconds: dict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
     peak_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    known: dict[psutil.Process, str] = field(default_factory=dict)
 
     def look(self, root: psutil.Process) -> None:
         """Note the processor time and the memory of the process and all below it."""
-        resident: dict[str, int] = defaultdict(int)
-        for process in [root, *root.children(recursive=True)]:
+        roles = roles_below(root, self.known)
+        for process, role in roles.items():
             try:
-                role = role_of(process.cmdline())
                 times = process.cpu_times()
-                resident[role] += process.memory_info().rss
             except (psutil.NoSuchProcess, psutil.ZombieProcess):
                 continue
             self.seconds[role][process.pid] = times.user + times.system
-        for role, num_bytes in resident.items():
+        for role, num_bytes in resident_bytes(roles).items():
             self.peak_bytes[role] = max(self.peak_bytes[role], num_bytes)
-
-
-def role_of(command: list[str]) -> str:
-    """Tell a process's role by its command line."""
-    if "kafka.Kafka" in command:
-        return BROKER
-    return next((word for word in command if word in ROLES), REST)
 
 
 def run(folder: Path) -> tuple[Watch, dict[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from benchmarks import report
+from benchmarks.processes import BROKER, RUN, roles_below
 from benchmarks.profiles import Lengths, Mode, Pools, Workload
 from benchmarks.timed_run import Stage, TimedRun, show
 
@@ -66,14 +67,12 @@ class CpuTimes:
     def watch(self, process: subprocess.Popen[bytes], ended: threading.Event) -> None:
         """Read until the event is set."""
         run = psutil.Process(process.pid)
-        roles: dict[psutil.Process, str] = {run: "relax run"}
+        roles: dict[psutil.Process, str] = {run: RUN}
         if self.broker_pid is not None:
-            roles[psutil.Process(self.broker_pid)] = "broker"
+            roles[psutil.Process(self.broker_pid)] = BROKER
         while not ended.wait(SAMPLING_SECONDS):
             try:
-                for child in run.children(recursive=True):
-                    if child not in roles:
-                        roles[child] = role_of(child, roles)
+                roles_below(run, roles)
             except psutil.Error:
                 return
             self._read(roles)
@@ -94,14 +93,6 @@ class CpuTimes:
     def between(self, role: str, start: float, end: float) -> float:
         """Return the CPU seconds that a role used in an interval."""
         return interpolated(self.seconds[role], end) - interpolated(self.seconds[role], start)
-
-
-def role_of(process: psutil.Process, known: dict[psutil.Process, str]) -> str:
-    """Read the role off a worker's command line; what a worker starts counts to its role."""
-    words: list[str] = process.cmdline()
-    if "worker" in words:
-        return words[words.index("worker") + 1]
-    return known.get(process.parent() or process, "relax run")
 
 
 def interpolated(points: list[tuple[float, float]], at: float) -> float:
