@@ -235,8 +235,10 @@ def test_run_talks_with_an_environment_that_shows_pictures_and_a_bad_one_ends_it
     assert max(step.figures["mismatch_max_abs"] for step in steps) < 1e-4
     outcomes = [event for event in events_of(bootstrap_servers, run_id, control_group_outcomes=1) if isinstance(event, PromptGroupEnded)]
     failed = [event for event in outcomes if event.outcome == "failed"]
-    assert {event.row for event in failed} == {1}
-    assert all("environment environment.py:show on answer 1 of sample" in event.reason and "which is no image" in event.reason for event in failed)
+    prompts = [event for event in events_of(bootstrap_servers, run_id, prompt_groups=1) if isinstance(event, PromptGroupIssued)]
+    rows_issued = {event.prompt_group_id: event.row for event in prompts}
+    assert {rows_issued[event.prompt_group_id] for event in failed} == {1}
+    assert all("environment environment.py:show on answer 1 of sample" in event.reason and "which is no picture" in event.reason for event in failed)
     config = load_run_config(tmp_path / "run.toml", environment={})
     samples = [
         event
