@@ -143,7 +143,8 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     def _start(self, topic: str, partition: int, version: int) -> int:
         wanted = (self.plan.entity(topic), partition)  # a run that was imported under another id has the offsets, not the name
-        offsets = self.versions[version].event.start_offsets
+        events = [versions[version].event for versions in (self.versions, self._owning_versions) if version in versions]  # a replay may begin later
+        offsets = (place for event in events for place in event.start_offsets)
         return next((place.offset for place in offsets if (self.plan.entity(place.topic), place.partition) == wanted), 0)
 
     def _ends_of(self, places: Iterable[Place]) -> dict[Place, int]:

@@ -173,7 +173,7 @@ def test_requeued_records_of_a_prompt_group_that_ended_are_harmless(
         written.write_sample("rollout.samples", rolled_out(GROUP, index))
         written.write_sample("reward.scores", scored(GROUP, index, reward=float(index)))
     dead_letter("reward", "rollout.samples", PoisonSample("the judge was out"))
-    with advantage():
+    with advantage() as worker:
         await_consumed(written, admin, "rollout.samples")
         made = len(records_of(written, "advantage.samples"))
         assert made == 2
@@ -181,6 +181,7 @@ def test_requeued_records_of_a_prompt_group_that_ended_are_harmless(
         await_consumed(written, admin, "rollout.samples")
         for version in (1, 2):
             written.publish(version)
+        assert worker.control.wait_for_version(2, timeout_seconds=TIMEOUT_SECONDS)
         requeue_all(written, Selection(everything=True, again=True))  # when it has left it, and is forgotten
         written.publish(3)
         await_consumed(written, admin, "rollout.samples")
