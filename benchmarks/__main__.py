@@ -8,6 +8,7 @@ from benchmarks import (
     footprint,
     kernels,
     log_size,
+    media,
     rewards,
     scrape,
     shared_prompts,
@@ -27,6 +28,7 @@ bus.main()
 skip.main()
 footprint.main()
 log_size.main()
+media.main()
 scrape.main()
 sync_async.main()
 weights.main()
