@@ -107,10 +107,12 @@ class StoreTransport:
         """See `WeightsTransport.publish`."""
         from relax_events.weights.artifacts import Written, copied, write_weights  # which loads torch: readers stay light
 
+        if self._full_every == 1:
+            return write_weights(self._store, tensors, policy_version=policy_version)
+        tensors = copied(tensors)  # off the device once, for the digest, the comparison, the files and the next version
         former = self._written if policy_version % self._full_every else None
         reference, digest = write_weights(self._store, tensors, policy_version=policy_version, former=former)
-        if self._full_every > 1:
-            self._written = Written(Base(reference, digest), copied(tensors))
+        self._written = Written(Base(reference, digest), tensors)
         return reference, digest
 
     def is_coming(self, published: PolicyVersionPublished) -> bool:

@@ -37,6 +37,7 @@ from relax_events.training.policy_model import PolicyModel
 from relax_events.training.sample_media import SampleMedia
 from relax_events.training.scoring import LogprobScorer
 from relax_events.weights import Weights
+from tests.unit import pictures
 from tests.unit.moving_and_sounding import KINDS, item_of, media_run, omni_model
 from tests.unit.pictures import picture_file, picture_model, picture_run, question
 
@@ -108,29 +109,9 @@ def finish(engine: Episodes, seconds: float = 60.0) -> dict[str, GeneratedSample
 def ready(request: GenerationRequest, sample: GeneratedSample) -> SampleReady:
     """Make what the trainer reads of a sample."""
     assert sample.loss_mask is not None
-    prompt = request.prompt_tokens
-    return SampleReady(
-        sample_id=sample.sample_id,
-        prompt_group_id=request.prompt_group_id,
-        sample_index=int(sample.sample_id[-1]),
-        samples_per_prompt=len(request.samples),
-        train_step=0,
-        group_index=0,
-        attempt=0,
-        row=0,
-        policy_version=1,
-        min_policy_version=1,
-        max_policy_version=1,
-        tokens=np.append(prompt, sample.tokens),
-        loss_mask=np.append(np.zeros(len(prompt), np.uint8), sample.loss_mask),
-        rollout_logprobs=np.append(np.zeros(len(prompt), np.float32), sample.logprobs),
-        advantages=np.ones(len(prompt) + len(sample.tokens), np.float32),
-        reward=0.0,
-        temperature=1.0,
-        num_prompt_tokens=len(prompt),
-        finish_reason=sample.finish_reason,
-        media=[*(piece.reference for piece in request.media), *media_in(sample.turns)],
-    )
+    mask = np.append(np.zeros(len(request.prompt_tokens), np.uint8), sample.loss_mask)
+    media = [*(piece.reference for piece in request.media), *media_in(sample.turns)]
+    return replace(pictures.ready(request, sample, int(sample.sample_id[-1])), loss_mask=mask, finish_reason=sample.finish_reason, media=media)
 
 
 def shown_by_hand(renderer: PromptRenderer, task: Task, turns: Sequence[ChatMessage]) -> str:

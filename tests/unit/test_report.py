@@ -4,7 +4,6 @@ import json
 import math
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +18,11 @@ from relax_events.control.run_state import RunState
 from relax_events.events.parts import ObjectRef, Outcome
 from relax_events.events.types import PolicyEvaluated, PolicyVersionPublished, PromptGroupEnded, PromptGroupIssued
 from relax_events.pipeline.description import config_digest
+from tests.unit.html_page import Page
 from tests.unit.run_events import run_config, train_step
 
 END_SECONDS = 2000.0
 HOSTILE = '</pre><script>alert("x")</script> & co'
-
-
-class Page(HTMLParser):
-    """Collects a page's tags and its text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.words: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
 
 
 def issued(group: str) -> PromptGroupIssued:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import wave
 from dataclasses import replace
-from html.parser import HTMLParser
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,36 +26,11 @@ from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality, Outcome
 from relax_events.media.items import MediaItem
 from relax_events.media.library import MediaLibrary
+from tests.unit.html_page import Page
 from tests.unit.moving_and_sounding import clip_file, media_run, omni_model, sound_file
 from tests.unit.pictures import picture_file
 
 HOSTILE = "</span></td><script>alert(1)</script><img src=x onerror=alert(2)> & 'so' \"on\""
-
-
-class Page(HTMLParser):
-    """Collects a page's tags with their attributes, and its text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.words: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return "".join(self.words)
-
-    def sources(self, tag: str) -> list[bytes]:
-        """Return what the data URIs of all tags of a name hold."""
-        addresses = [attributes["src"] or "" for name, attributes in self.tags if name == tag]
-        assert all(address.startswith("data:") for address in addresses)
-        return [base64.b64decode(address.partition(",")[2]) for address in addresses]
 
 
 @pytest.fixture
