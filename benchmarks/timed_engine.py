@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.profiles import Timing
 from relax_events.config import EngineConfig, ModelConfig
-from relax_events.engines.protocol import GeneratedSample, GenerationRequest, SampleRequest
+from relax_events.engines.protocol import EngineUsage, GeneratedSample, GenerationRequest, SampleRequest
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.weights import Weights
@@ -62,7 +62,7 @@ class TimedEngine:
         self._running: list[tuple[float, int, TimedSample]] = []
         self._waiting: deque[TimedSample] = deque()
         self._finished: list[GeneratedSample] = []
-        self._order = 0
+        self._order = self._num_ended_tokens = 0
         self._done = 0.0
         self._at = time.monotonic()
         self._asleep = False
@@ -78,6 +78,12 @@ class TimedEngine:
     def num_tokens(self) -> int:
         """Tokens that each running sample has got since the beginning."""
         return int(self._done)
+
+    @property
+    def usage(self) -> EngineUsage:
+        """What runs, and the tokens that it and what ended have got."""
+        drawn = sum(self._num_generated(sample) - len(sample.request.tokens) for _, _, sample in self._running)
+        return EngineUsage(num_decoding=len(self._running), num_waiting=len(self._waiting), num_drawn=self._num_ended_tokens + drawn)
 
     def submit(self, request: GenerationRequest) -> None:
         """Let a prompt group's samples join, or queue where `max_running_samples` are running.
@@ -197,6 +203,7 @@ class TimedEngine:
             tokens[-1] = sample.stop_token_id
         prefix = sample.request.tokens
         tokens[: len(prefix)] = prefix
+        self._num_ended_tokens += num_tokens - len(prefix)
         return GeneratedSample(
             sample_id=sample.request.sample_id,
             prompt_group_id=sample.prompt_group_id,

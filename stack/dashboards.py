@@ -93,6 +93,16 @@ DASHBOARDS: dict[str, Sequence[Panel]] = {
         Panel(
             "Generated tokens a second", f'sum by (instance) (rate(relax_tokens_total{{{RUN}, role="rollout"}}[$__rate_interval]))', "{{instance}}"
         ),
+        Panel("Samples in engines", f"sum by (instance, state) (relax_engine_samples{{{RUN}}})", "{{instance}} {{state}}"),
+        Panel("Room in engines", f"sum by (instance) (relax_engine_capacity_samples{{{RUN}}})", "{{instance}}"),
+        Panel(
+            "How engines spend their time",
+            f"sum by (instance, activity) (rate(relax_engine_seconds_total{{{RUN}}}[$__rate_interval]))",
+            "{{instance}} {{activity}}",
+            "percentunit",
+        ),
+        Panel("Tokens of engines a second", f"sum by (kind) (rate(relax_engine_tokens_total{{{RUN}}}[$__rate_interval]))", "{{kind}}"),
+        Panel("Versions that engines refused", f"increase(relax_weights_refused_total{{{RUN}}}[$__rate_interval])", "{{instance}}"),
         Panel("Prompt groups in work", f'sum by (instance) (relax_records_in_flight{{{RUN}, role="rollout"}})', "{{instance}}"),
         Panel("Prompt groups that failed in a row", f"relax_prompt_groups_failed_in_a_row{{{RUN}}}", "failed"),
         Panel("Weight sync that a step waits for", f'relax_train_step_phase_seconds{{{RUN}, phase="weights"}}', "exposed", "s"),

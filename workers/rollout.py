@@ -15,7 +15,6 @@ from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import numpy as np
-import structlog
 
 from relax_events.broker.group_leases import GroupLeases
 from relax_events.broker.leases import USUAL_DELIVERY_LIMIT, Lease, LeaseSource, delivery_limit
@@ -24,10 +23,10 @@ from relax_events.broker.share_leases import ShareLeases
 from relax_events.config import RunConfig
 from relax_events.data.laying_out import sample_answers
 from relax_events.data.rendering import PromptRenderer
-from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest, Task
-from relax_events.errors import ConfigError, CorruptRecord, ObjectError, PoisonSample, WeightsError
-from relax_events.events.parts import Outcome, VersionSegment, now_micros
-from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupIssued, SampleRolledOut
+from relax_events.engines.protocol import Engine, GenerationRequest, SampleRequest, Task
+from relax_events.errors import CorruptRecord, PoisonSample
+from relax_events.events.parts import Outcome, VersionSegment
+from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupIssued
 from relax_events.media.library import MediaLibrary
 from relax_events.objects.roots import media_in
 from relax_events.pipeline.failpoints import failpoint
@@ -37,15 +36,16 @@ from relax_events.plugins import ENGINES, find_plugin
 from relax_events.telemetry.traces import Work
 from relax_events.weights.opening import open_receiving
 from relax_events.weights.transport import WeightsTransport
+from workers.engine_watch import EngineWatch
 from workers.group_in_work import GroupInWork
 from workers.opening import open_store, open_worker
+from workers.rolled_out import rolled_out
+from workers.version_loading import VersionLoading
 
-log = structlog.get_logger()
 IDLE_SECONDS = 0.5
 STEP_SECONDS = 0.25
 MAX_DELIVERIES = 8
 DELIVERY_MARGIN = 2  # where the limit is reached the broker drops a record and tells nobody, so we give it up before
-RELOAD_SECONDS = 2.0
 REMEMBERED_GROUPS = 1024  # a settlement that the broker missed brings its prompt group back within this many
 
 
@@ -109,8 +109,8 @@ class RolloutLoop:
         self._waiting: list[GroupInWork] = []
         self._running: dict[str, GroupInWork] = {}
         self._written: deque[str] = deque(maxlen=REMEMBERED_GROUPS)
-        self._reload_after = 0.0
-        self._refused_version = -1
+        self._watch = EngineWatch(worker, engine)
+        self._versions = VersionLoading(worker, engine, transport, self._watch)
         self._max_deliveries = MAX_DELIVERIES
         self._asleep = False
 
@@ -150,7 +150,8 @@ class RolloutLoop:
 
     def _turn(self) -> None:
         self._take_leases(wait=False)
-        self._load_newest()
+        if self._versions.load_newest():
+            self._asleep = False
         self._admit()
         busy = self._engine.num_running > 0
         if busy:
@@ -245,7 +246,7 @@ class RolloutLoop:
     def _must_finish_first(self) -> bool:
         """With `finish`, a published version stops admission until what runs has ended and the version is loaded, unless it is unfit."""
         published = self._worker.control.policy_version
-        return self._config.run.on_new_version == "finish" and published > self._engine.policy_version and published != self._refused_version
+        return self._config.run.on_new_version == "finish" and published > self._engine.policy_version and published != self._versions.refused_version
 
     def _submit(self, group: GroupInWork) -> bool:
         issued = group.issued
@@ -295,7 +296,9 @@ class RolloutLoop:
     def _generate(self) -> None:
         started = time.monotonic()
         finished = []
-        for sample in self._engine.poll(timeout_seconds=STEP_SECONDS):
+        with self._watch.doing("generating"):
+            samples = self._engine.poll(timeout_seconds=STEP_SECONDS)
+        for sample in samples:
             group = self._running[sample.prompt_group_id]
             group.samples.append(sample)
             if group.is_complete:
@@ -328,84 +331,12 @@ class RolloutLoop:
         return [
             self._worker.sample_record(
                 "rollout.samples",
-                self._rolled_out(group, sample, owner),
+                rolled_out(group, sample, owner=owner, worker=self._worker, renderer=self._renderer),
                 prompt_group_id=group.issued.prompt_group_id,
                 policy_version=owner,
             )
             for sample in group.samples
         ]
-
-    def _rolled_out(self, group: GroupInWork, sample: GeneratedSample, owner: int) -> SampleRolledOut:
-        issued, prompt, completion = group.issued, group.prompt_tokens, sample.tokens
-        versions = [segment.policy_version for segment in sample.segments]
-        index = int(sample.sample_id.rpartition("/")[2])
-        tokens = np.concatenate([prompt, completion]).astype(np.int32, copy=False)
-        loss_mask = np.zeros(len(tokens), np.uint8)
-        chosen = 1 if sample.loss_mask is None else sample.loss_mask
-        loss_mask[len(prompt) :] = group.answers[index].loss_mask if group.answers else chosen
-        logprobs = np.zeros(len(tokens), np.float32)
-        logprobs[len(prompt) :] = sample.logprobs
-        return SampleRolledOut(
-            sample_id=sample.sample_id,
-            prompt_group_id=issued.prompt_group_id,
-            sample_index=index,
-            samples_per_prompt=issued.samples_per_prompt,
-            train_step=issued.train_step,
-            group_index=issued.group_index,
-            attempt=issued.attempt,
-            row=issued.row,
-            policy_version=owner,
-            min_policy_version=min(versions),
-            max_policy_version=max(versions),
-            version_segments=list(sample.segments),
-            tokens=tokens,
-            loss_mask=loss_mask,
-            rollout_logprobs=logprobs,
-            num_prompt_tokens=len(prompt),
-            temperature=self._config.engine.sampling.temperature,
-            finish_reason=sample.finish_reason,
-            completion=sample.turns[-1].text if sample.turns else self._renderer.completion_text(completion),
-            messages=issued.messages,
-            turns=list(sample.turns),
-            answer=issued.answer,
-            metadata=issued.metadata,
-            topk_ids=self._top_tokens(sample),
-            worker_id=self._worker.worker_id,
-        )
-
-    def _top_tokens(self, sample: GeneratedSample) -> np.ndarray | None:
-        if not (num_wanted := self._config.algorithm.num_rollout_top_tokens):
-            return None
-        wanted = (sample.num_chosen, num_wanted)
-        if sample.top_tokens is None or sample.top_tokens.shape != wanted:
-            got = "none" if sample.top_tokens is None else f"shape {sample.top_tokens.shape}"
-            need = f"algorithm.distill_tokens = 'student_topk' needs {num_wanted} most probable tokens with each token"
-            remedy = "take another engine, or distill_tokens = 'teacher_topk'"
-            raise ConfigError(f"{need}; engine.name = {self._config.engine.name!r} gave {got}; {remedy}")
-        return sample.top_tokens
-
-    def _load_newest(self) -> None:
-        """Load the newest version when it is this engine's turn to; an artifact that fails its check is tried again."""
-        newest = self._worker.control.latest
-        if newest is None or newest.policy_version <= self._engine.policy_version or self._transport.is_coming(newest):
-            return
-        if newest.policy_version == self._refused_version and time.monotonic() < self._reload_after:
-            return
-        mode = self._config.run.on_new_version
-        if mode == "finish" and self._engine.num_running:
-            return
-        try:
-            weights = self._transport.fetch(newest)
-            failpoint("rollout.before_load")
-            self._engine.load_weights(weights, on_running="swap" if mode == "swap" else "restart")
-        except (WeightsError, ObjectError) as error:
-            log.error("weights.refused", policy_version=newest.policy_version, serving=self._engine.policy_version, error=str(error))
-            self._reload_after, self._refused_version = time.monotonic() + RELOAD_SECONDS, newest.policy_version
-            return
-        self._asleep = False
-        self._worker.beats.policy_version = self._engine.policy_version
-        self._worker.metrics.weights.loaded(weights.transport, delay_seconds=(now_micros() - newest.published_at) / 1e6)
-        log.info("weights.loaded", policy_version=self._engine.policy_version, transport=weights.transport)
 
     def _release_waiting(self) -> None:
         while not self._inbox.empty():

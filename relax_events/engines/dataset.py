@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from relax_events.config import EngineConfig, ModelConfig
-from relax_events.engines.protocol import GeneratedSample, GenerationRequest, SampleRequest
+from relax_events.engines.protocol import EngineUsage, GeneratedSample, GenerationRequest, SampleRequest
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import FinishReason
 from relax_events.weights import Weights
@@ -36,6 +36,11 @@ class DatasetEngine:
         self._waiting: dict[str, GeneratedSample] = {}
         self.num_tokens = 0
         """Tokens handed out so far."""
+
+    @property
+    def usage(self) -> EngineUsage:
+        """What waits to be handed out, and what was: nothing is computed."""
+        return EngineUsage(num_waiting=len(self._waiting), num_drawn=self.num_tokens)
 
     @property
     def num_running(self) -> int:

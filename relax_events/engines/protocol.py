@@ -132,6 +132,27 @@ class GeneratedSample:
         return sum(segment.num_tokens for segment in self.segments)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineUsage:
+    """What an engine does, and the tokens that it has dealt with since it was opened.
+
+    Attributes:
+        num_decoding: Samples that are decoded, or are at a server.
+        num_waiting: Samples that wait for a free row, or for their server.
+        num_drawn: Tokens drawn, those of samples that run included.
+        num_prefilled: Tokens computed before the next one could be drawn: of prompts, and of samples that went on.
+        num_reused: Tokens that needed not be: the cache had them, of another sample of the prompt or of another request.
+        num_resumed: Tokens that had been drawn before their sample went on: behind an abort, other weights, a server that went.
+    """
+
+    num_decoding: int = 0
+    num_waiting: int = 0
+    num_drawn: int = 0
+    num_prefilled: int = 0
+    num_reused: int = 0
+    num_resumed: int = 0
+
+
 class Engine(Protocol):
     """Generates samples under the newest weights it was given."""
 
@@ -148,6 +169,11 @@ class Engine(Protocol):
     @property
     def num_tokens(self) -> int:
         """Tokens drawn so far, those of samples that run included: by it a slow engine is told from one that is stuck."""
+        ...
+
+    @property
+    def usage(self) -> EngineUsage:
+        """What it does now and has done; at no cost, so that it can be looked at often."""
         ...
 
     def submit(self, request: GenerationRequest) -> None:

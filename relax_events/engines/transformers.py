@@ -30,7 +30,7 @@ from relax_events.engines.causal_model import CausalModel
 from relax_events.engines.experts import ROW_BLOCK
 from relax_events.engines.invariance import measure_invariance
 from relax_events.engines.kv_cache import RowCache
-from relax_events.engines.protocol import GeneratedSample, GenerationRequest
+from relax_events.engines.protocol import EngineUsage, GeneratedSample, GenerationRequest
 from relax_events.engines.requests import admitted_samples
 from relax_events.engines.rows import RowTable, Sample
 from relax_events.engines.sampling import draw, top_tokens, uniforms
@@ -77,6 +77,7 @@ class TransformersEngine:
         self._num_submitted = self._num_held_steps = 0
         self.num_tokens = 0
         """Tokens drawn so far."""
+        self._num_prefilled = self._num_reused = self._num_resumed = 0
         self._asleep = False
         self._interrupted = threading.Event()
 
@@ -84,6 +85,18 @@ class TransformersEngine:
     def num_running(self) -> int:
         """Samples submitted and not finished."""
         return len(self._waiting) + self._table.num_rows
+
+    @property
+    def usage(self) -> EngineUsage:
+        """What it does now and has done."""
+        return EngineUsage(
+            num_decoding=self._table.num_rows,
+            num_waiting=len(self._waiting),
+            num_drawn=self.num_tokens,
+            num_prefilled=self._num_prefilled,
+            num_reused=self._num_reused,
+            num_resumed=self._num_resumed,
+        )
 
     @property
     def cache_bytes(self) -> int:
@@ -210,12 +223,19 @@ class TransformersEngine:
         logits, prompts = self._model.prefill(self._tensor(ids), self._tensor(lengths - 1), sequences)
         first = self._table.num_rows
         for samples in sharers:
+            self._note_prefill(samples)
             for sample in samples:
                 self._table.join(sample, policy_version=self.policy_version)
         rows = slice(first, self._table.num_rows)
         sources = np.repeat(np.arange(len(sharers)), [len(samples) for samples in sharers])
         self._cache.fill(range(rows.start, rows.stop), prompts, sources=sources.tolist(), num_tokens=int(lengths.max()))
         self._record(rows, logits[self._tensor(sources)])
+
+    def _note_prefill(self, sharers: Sharers) -> None:
+        num_tokens = len(sharers[0].sequence)
+        self._num_prefilled += num_tokens
+        self._num_reused += num_tokens * (len(sharers) - 1)
+        self._num_resumed += sum(len(sample.tokens) for sample in sharers)
 
     def _decode(self) -> None:
         num_rows, table = self._table.num_rows, self._table

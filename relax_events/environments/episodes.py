@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from relax_events.config import RunConfig
 from relax_events.data.completions import ASSISTANT
 from relax_events.data.rendering import PromptRenderer
-from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest, Task
+from relax_events.engines.protocol import Engine, EngineUsage, GeneratedSample, GenerationRequest, SampleRequest, Task
 from relax_events.engines.rows import joined_segments
 from relax_events.environments.pool import EnvironmentPool, Said
 from relax_events.errors import PoisonSample
@@ -144,6 +144,11 @@ class Episodes:
     def num_tokens(self) -> int:
         """Tokens drawn so far, and what the environment has said: whoever has the word is not stuck."""
         return self._engine.num_tokens + self._num_replies
+
+    @property
+    def usage(self) -> EngineUsage:
+        """What the engine does; who waits for the environment is not at the engine."""
+        return self._engine.usage
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a prompt group's samples; see `Engine`. A sample that talked before goes on behind what was said.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from relax_events.events.parts import WorkerState, now_micros
 from relax_events.events.types import MetricsReported, WorkerBeat
@@ -26,11 +26,16 @@ class Beats:
         self.started_at = self._last_progress = now_micros()
         self._busy_seconds, self._reported_at = 0.0, time.monotonic()
         self._num_reported = self.num_processed = 0
+        self._more: Callable[[float], Mapping[str, float]] = lambda _: {}
         self._busy_since: int | None = None
         self._mark = 0
         self.num_in_flight = 0
         self.policy_version = -1
         self.metrics_port = 0
+
+    def reports(self, figures: Callable[[float], Mapping[str, float]]) -> None:
+        """Have further figures reported: those that this gives, once for each report, of the seconds since the one before."""
+        self._more = figures
 
     def progress(self, count: int, *, seconds: float) -> None:
         """Note finished records and the time that they took."""
@@ -105,6 +110,7 @@ class Beats:
         values = {
             "records_per_second": (self.num_processed - self._num_reported) / elapsed,
             "busy_ratio": min(1.0, self._busy_seconds / elapsed),
+            **self._more(elapsed),
         }
         self._num_reported, self._busy_seconds, self._reported_at = self.num_processed, 0.0, now
         self._send(MetricsReported(worker_id=self._worker_id, role=self._role, policy_version=self.policy_version, values=values))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol
@@ -66,7 +66,7 @@ class Worker(AbstractContextManager["Worker"]):
     ) -> None:
         self._claim_check = claim_check
         self.paused = False
-        self._reader: Reader | None = None
+        self._with_beats: list[Callable[[], None]] = []
         self.role, self.config = role, config
         self.worker_id = f"{role}-{index}"
         configure_logs(config.telemetry, role=role, worker_id=self.worker_id, run_id=config.run.id)
@@ -111,7 +111,11 @@ class Worker(AbstractContextManager["Worker"]):
 
     def reads(self, reader: Reader) -> None:
         """Have the lag of the role's input told with every beat, from now on."""
-        self._reader = reader
+        self.with_beats(lambda: self._tell_lag(reader))
+
+    def with_beats(self, look: Callable[[], None]) -> None:
+        """Have something looked at with every beat, from now on."""
+        self._with_beats.append(look)
 
     def outbound(
         self,
@@ -248,9 +252,13 @@ class Worker(AbstractContextManager["Worker"]):
         state = WorkerState.DRAINING if self.drain.requested else WorkerState.WORKING if working else WorkerState.IDLE
         self.metrics.policy_version(self.control.policy_version)
         self.metrics.in_flight(self.beats.num_in_flight)
-        if self.beats.tick(state) and self._reader is not None:
-            lag = {(self.plan.entity(topic), partition): count for (topic, partition), count in self._reader.lag().items()}
-            self.metrics.consumer_lag(lag, shards=self.plan.shards)
+        if self.beats.tick(state):
+            for look in self._with_beats:
+                look()
+
+    def _tell_lag(self, reader: Reader) -> None:
+        lag = {(self.plan.entity(topic), partition): count for (topic, partition), count in reader.lag().items()}
+        self.metrics.consumer_lag(lag, shards=self.plan.shards)
 
     def _beat(self, event: WorkerBeat | MetricsReported) -> None:
         entity = "control.heartbeats" if isinstance(event, WorkerBeat) else "control.metrics"

@@ -130,6 +130,33 @@ def test_samples_beyond_the_bound_wait_their_turn(make: MakeEngine) -> None:
     assert engine.num_tokens == sum(len(sample.tokens) for sample in samples.values())
 
 
+def test_usage_counts_what_was_drawn_and_what_prompts_cost(make: MakeEngine) -> None:
+    engine = make()
+    before = engine.usage
+    requests = [make_request(number, num_samples=4, max_new_tokens=5) for number in range(3)]
+    for request in requests:
+        engine.submit(request)
+    finish(engine)
+    usage = engine.usage
+    assert (usage.num_decoding, usage.num_waiting, usage.num_resumed - before.num_resumed) == (0, 0, 0)
+    assert usage.num_drawn - before.num_drawn == 3 * 4 * 5
+    num_prefilled, num_reused = usage.num_prefilled - before.num_prefilled, usage.num_reused - before.num_reused
+    assert num_prefilled + num_reused == sum(4 * len(request.prompt_tokens) for request in requests)
+    assert num_prefilled >= sum(len(request.prompt_tokens) for request in requests)
+
+
+def test_usage_counts_tokens_of_samples_that_go_on(make: MakeEngine) -> None:
+    engine = make()
+    request = make_request(1, max_new_tokens=LONG)
+    begin(engine, request)
+    assert engine.usage.num_decoding == len(request.samples)
+    partial = engine.abort()
+    before = engine.usage
+    engine.submit(continued(request, partial))
+    finish(engine)
+    assert engine.usage.num_resumed - before.num_resumed == sum(len(sample.tokens) for sample in partial)
+
+
 def test_poll_gives_nothing_at_once_when_nothing_runs(make: MakeEngine) -> None:
     assert make().poll(timeout_seconds=3600.0) == []
 

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Mapping
 from io import StringIO
 
 import pytest
@@ -127,10 +128,30 @@ def test_worker_table_counts_a_restart_when_another_process_beats() -> None:
     assert counts == [0, 0, 1, 2]
 
 
-def drawn(width: int, height: int, *, num_workers: int = 4, num_slots: int = 4, encoding: str = "utf-8") -> list[str]:
+ENGINE = {
+    "decoding_samples": 12.0,
+    "waiting_samples": 3.0,
+    "capacity_samples": 64.0,
+    "tokens_per_second": 812.4,
+    "generating_ratio": 0.75,
+    "loading_ratio": 0.02,
+    "reused_ratio": 0.875,
+    "resumed_tokens": 40.0,
+}
+
+
+def drawn(
+    width: int, height: int, *, num_workers: int = 4, num_slots: int = 4, encoding: str = "utf-8", engine: Mapping[str, float] = {}
+) -> list[str]:
     """Return the panel's lines in a window of this size."""
     workers = [
-        WorkerRow(worker_id=f"rollout-{index}", state="down" if index == 40 else "working", is_well=index != 40) for index in range(num_workers)
+        WorkerRow(
+            worker_id=f"rollout-{index}",
+            state="down" if index == 40 else "working",
+            is_well=index != 40,
+            engine=engine if index == 1 else {},
+        )
+        for index in range(num_workers)
     ]
     panel = ProgressPanel(run_id="shown", elapsed_seconds=61, figures=figures_of(state_of(1.0, 2.0)), workers=workers, lag=LAG, num_slots=num_slots)
     stream = StringIO()
@@ -161,6 +182,33 @@ def test_panel_shows_figures_workers_and_lag_in_a_usual_window() -> None:
     ]
     assert next(line for line in lines if line.strip().startswith("trainer")).split() == ["trainer", "-", "9", "-", "-"]
     assert len(lines) <= 30
+
+
+@pytest.mark.parametrize(
+    ("width", "cells"),
+    [
+        (44, ["rollout-1", "12/64", "812"]),
+        (80, ["rollout-1", "12/64", "812", "75%", "2%", "88%"]),
+        (100, ["rollout-1", "12/64", "3", "812", "75%", "2%", "88%", "40"]),
+    ],
+)
+def test_panel_shows_what_engines_do(width: int, cells: list[str]) -> None:
+    lines = drawn(width, 30, engine=ENGINE)
+    head = next(place for place, line in enumerate(lines) if line.strip().startswith("engine of"))
+    assert [line.split() for line in lines[head:] if "rollout-1" in line] == [cells]
+    low = "\n".join(drawn(width, 19, engine=ENGINE))
+    assert "engine of" not in low  # where rows are few, workers and lag come first
+    assert "lag in records" in low
+
+
+def test_worker_table_knows_engines_by_their_reports() -> None:
+    state = RunState()
+    for worker_id in ("rollout-0", "reward-0"):
+        state.note(beat(worker_id, at_seconds=1))
+    state.note(MetricsReported(worker_id="rollout-0", role="rollout", values=ENGINE | {"records_per_second": 1.0}))
+    state.note(MetricsReported(worker_id="reward-0", role="reward", values={"records_per_second": 1.0}))
+    rows = WorkerTable(run_config(), since_micros=0).rows(state, alive={}, now_micros=int(1e6))
+    assert {row.worker_id: row.engine.get("tokens_per_second") for row in rows if row.engine} == {"rollout-0": 812.4}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from relax_events.config import RunConfig
 from relax_events.control.run_state import RunState, num_samples, staleness_max
@@ -14,6 +14,8 @@ from relax_events.events.types import TrainStepCommitted, WorkerBeat
 RECENT_STEPS = 20
 SPARK_STEPS = 40
 SILENT_SECONDS = 5.0
+ENGINE_FIGURE = "decoding_samples"
+"""Reported by workers that have an inference engine."""
 MICROS = 1e6
 
 
@@ -92,7 +94,12 @@ def recent_steps(steps: Sequence[TrainStepCommitted]) -> tuple[Sequence[TrainSte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRow:
-    """A worker as the display shows it; None stands for what it has not told yet. `beat_age_seconds` is the time since its last heartbeat."""
+    """A worker as the display shows it; None stands for what it has not told yet.
+
+    Attributes:
+        beat_age_seconds: The time since its last heartbeat.
+        engine: Figures of its inference engine, by name, as in its newest report; empty where it has none.
+    """
 
     worker_id: str
     state: str
@@ -103,6 +110,7 @@ class WorkerRow:
     records_per_second: float | None = None
     beat_age_seconds: float | None = None
     num_restarts: int = 0
+    engine: Mapping[str, float] = field(default_factory=dict)
 
 
 class WorkerTable:
@@ -147,6 +155,7 @@ class WorkerTable:
             records_per_second=reported.values.get("records_per_second") if reported else None,
             beat_age_seconds=age,
             num_restarts=self._restarts.get(worker_id, 0),
+            engine=reported.values if reported and ENGINE_FIGURE in reported.values else {},
         )
 
     def _count_restart(self, beat: WorkerBeat) -> None:

@@ -19,7 +19,7 @@ BLOCKS = "".join(chr(0x2581 + height) for height in range(8))
 ASCII_BLOCKS = " .:-=+*#"
 FRAME_ROWS = 6
 TABLE_HEAD_ROWS = 3
-MIN_WORKER_ROWS = 3
+MIN_WORKER_ROWS, MAX_ENGINE_ROWS = 3, 8
 LAG_NAME_WIDTH, LAG_COLUMN_WIDTH = 16, 13
 STATE_STYLES = {"working": "green", "idle": "", "down": "bold red", "silent": "bold yellow", "draining": "yellow"}
 
@@ -37,17 +37,17 @@ class ProgressPanel:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[RenderableType]:
         """Draw. Columns are left out where the window is narrow, rows where it is low; the figures stay."""
-        height = options.max_height
-        lag = self._lag_table(options.max_width)
-        lag_rows = lag.row_count + TABLE_HEAD_ROWS if lag else 0
-        if height < FRAME_ROWS + TABLE_HEAD_ROWS + MIN_WORKER_ROWS + lag_rows:
-            lag, lag_rows = None, 0
-        room = height - FRAME_ROWS - TABLE_HEAD_ROWS - lag_rows
+        room = options.max_height - FRAME_ROWS - TABLE_HEAD_ROWS
+        tables: list[Table] = []
+        for table in (self._lag_table(options.max_width), self._engine_table(options.max_width)):
+            if table and room >= MIN_WORKER_ROWS + table.row_count + TABLE_HEAD_ROWS:
+                room -= table.row_count + TABLE_HEAD_ROWS
+                tables.insert(0, table)
         parts: list[RenderableType] = [self._frame(options)]
         if room >= MIN_WORKER_ROWS:
             parts += ["", self._worker_table(room, options.max_width)]
-        if lag:
-            parts += ["", lag]
+        for table in tables:
+            parts += ["", table]
         yield Group(*parts)
 
     def _frame(self, options: ConsoleOptions) -> Panel:
@@ -75,6 +75,21 @@ class ProgressPanel:
             table.add_row(*(WORKER_COLUMNS[name][1](row) for name in columns))
         if num_hidden:
             table.add_row(Text(f"and {num_hidden} more", "dim"))
+        return table
+
+    def _engine_table(self, width: int) -> Table | None:
+        """Draw what the inference engines do."""
+        engines = [row for row in self.workers if row.engine]
+        if not engines:
+            return None
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+        columns = [name for name, (least, _) in ENGINE_COLUMNS.items() if width >= least]
+        for name in columns:
+            table.add_column(name, justify="left" if name == "engine of" else "right", no_wrap=True)
+        for row in engines[:MAX_ENGINE_ROWS]:
+            table.add_row(row.worker_id, *(ENGINE_COLUMNS[name][1](row.engine) for name in columns[1:]))
+        if len(engines) > MAX_ENGINE_ROWS:
+            table.add_row(Text(f"and {len(engines) - MAX_ENGINE_ROWS} more", "dim"))
         return table
 
     def _lag_table(self, width: int) -> Table | None:
@@ -151,6 +166,21 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}"
 
 
+def percent(value: float | None) -> str:
+    """Write a share; a dash when it is not known."""
+    return "-" if value is None else f"{value:.0%}"
+
+
+ENGINE_COLUMNS: dict[str, tuple[int, Callable[[Mapping[str, float]], str]]] = {  # name -> least width of the window, cell
+    "engine of": (0, lambda _: ""),
+    "decoding": (0, lambda engine: f"{number(engine.get('decoding_samples'))}/{number(engine.get('capacity_samples'))}"),
+    "waiting": (86, lambda engine: number(engine.get("waiting_samples"))),
+    "tokens/s": (0, lambda engine: number(engine.get("tokens_per_second"))),
+    "generating": (54, lambda engine: percent(engine.get("generating_ratio"))),
+    "loading": (64, lambda engine: percent(engine.get("loading_ratio"))),
+    "reused": (74, lambda engine: percent(engine.get("reused_ratio"))),
+    "resumed": (94, lambda engine: number(engine.get("resumed_tokens"))),
+}
 WORKER_COLUMNS: dict[str, tuple[int, Callable[[WorkerRow], Text | str]]] = {  # name -> least width of the window, cell
     "worker": (0, lambda row: Text(row.worker_id)),
     "state": (0, lambda row: Text(row.state, STATE_STYLES.get(row.state, "dim"))),

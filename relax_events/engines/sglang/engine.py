@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from relax_events.config import EngineConfig, ModelConfig
-from relax_events.engines.protocol import GeneratedSample, GenerationRequest
+from relax_events.engines.protocol import EngineUsage, GeneratedSample, GenerationRequest
 from relax_events.engines.requests import admitted_samples
 from relax_events.engines.sglang.checkpoint import ModelFolder, not_finite
 from relax_events.engines.sglang.client import SGLangClient
@@ -77,6 +77,11 @@ class SGLangEngine:
     def num_tokens(self) -> int:
         """Tokens that the server has sent so far."""
         return self._serving.generation.num_tokens
+
+    @property
+    def usage(self) -> EngineUsage:
+        """What is at the server, and what the server has said of the samples that it ended."""
+        return self._serving.generation.usage
 
     def submit(self, request: GenerationRequest) -> None:
         """Send a prompt group's samples to the server.

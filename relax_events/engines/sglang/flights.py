@@ -31,6 +31,8 @@ class Flight:
         top_tokens: Most probable ids with each, where some are wanted.
         spans: Runs of tokens by the name of their weights, once the server has said so.
         num_certain: Tokens that came before other weights were loaded; None while none were.
+        num_prompt_tokens: What the server read before its first token, by its own count; 0 while it has said nothing.
+        num_cached_tokens: How many of these it did not compute.
     """
 
     sample: Sample
@@ -42,6 +44,8 @@ class Flight:
     spans: list[dict[str, Any]] | None = None
     has_landed: bool = False
     num_certain: int | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     refusal: str = ""
 
     @property
@@ -58,6 +62,8 @@ class Flight:
     def take(self, event: dict[str, Any]) -> None:
         """Take what came: tokens since the last event and, at the end, whose they are."""
         meta = event["meta_info"]
+        if not self.tokens:
+            self.num_prompt_tokens, self.num_cached_tokens = meta.get("prompt_tokens", 0), meta.get("cached_tokens", 0)
         self.tokens += event["output_ids"]
         self.logprobs += [np.nan if entry[0] is None else entry[0] for entry in meta["output_token_logprobs"]]
         if num_top := self.sample.top_tokens.shape[1]:

@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 import structlog
 
-from relax_events.engines.protocol import GeneratedSample
+from relax_events.engines.protocol import EngineUsage, GeneratedSample
 from relax_events.engines.rows import Sample
 from relax_events.engines.sglang.client import ServerGone, ServerRefused, SGLangClient
 from relax_events.engines.sglang.flights import Flight, UnknownVersion
@@ -65,6 +65,7 @@ class Generation:
         self.served = served
         self.last_progress = time.monotonic()
         self.num_handed_out = self.num_tokens = 0
+        self._num_prefilled = self._num_reused = self._num_resumed = 0
         self.doubt = ""
         """Why the server can't be trusted any more."""
         self._client, self._hand_out = client, hand_out
@@ -85,6 +86,19 @@ class Generation:
     def num_flights(self) -> int:
         """Requests under way."""
         return len(self._flights)
+
+    @property
+    def usage(self) -> EngineUsage:
+        """What is carried, and what the server has said of requests that ended."""
+        num_decoding = len(self._flights)
+        return EngineUsage(
+            num_decoding=num_decoding,
+            num_waiting=max(0, len(self._samples) - num_decoding),
+            num_drawn=self.num_tokens,
+            num_prefilled=self._num_prefilled,
+            num_reused=self._num_reused,
+            num_resumed=self._num_resumed,
+        )
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Begin to carry samples."""
@@ -207,6 +221,9 @@ class Generation:
         if self._flights.pop(flight.rid, None) is None:
             return
         sample = flight.sample
+        self._num_prefilled += flight.num_prompt_tokens - flight.num_cached_tokens
+        self._num_reused += flight.num_cached_tokens
+        self._num_resumed += len(sample.tokens) if flight.num_prompt_tokens else 0
         try:
             flight.land(versions=self._versions, swapped=self._swapped)
         except UnknownVersion as error:
