@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,9 +28,16 @@ class GroupInWork:
     prompt_tokens: np.ndarray
     answers: tuple[LaidOutAnswer, ...] = ()
     """By sample index, where the data bring them and nothing is generated."""
+    media: Future[None] | None = None
+    """Done when what the prompt shows is on this machine, or can't be had; None where it shows nothing."""
     samples: list[GeneratedSample] = field(default_factory=list)
     work: Work = NOT_TRACED
     """What its trace shows of the generation."""
+
+    @property
+    def has_media(self) -> bool:
+        """Whether what the prompt shows need not be waited for."""
+        return self.media is None or self.media.done()
 
     @property
     def is_complete(self) -> bool:

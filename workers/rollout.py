@@ -38,6 +38,7 @@ from relax_events.weights.opening import open_receiving
 from relax_events.weights.transport import WeightsTransport
 from workers.engine_watch import EngineWatch
 from workers.group_in_work import GroupInWork
+from workers.media_ahead import MediaAhead
 from workers.opening import open_store, open_worker
 from workers.rolled_out import rolled_out
 from workers.version_loading import VersionLoading
@@ -104,6 +105,7 @@ class RolloutLoop:
         self._worker, self._engine, self._transport = worker, engine, transport
         self._config = worker.config
         self._library = library or MediaLibrary(self._config)
+        self._ahead = MediaAhead(MediaLibrary(self._config), on_arrival=lambda: self._put(None))
         self._renderer = PromptRenderer.from_folder(self._config.model.path, self._config.data, media=self._config.model.media)
         self._inbox: queue.SimpleQueue[Lease | None] = queue.SimpleQueue()
         self._waiting: list[GroupInWork] = []
@@ -131,6 +133,7 @@ class RolloutLoop:
             for group in self._running.values():
                 group.release()
         finally:
+            self._ahead.close()
             leases.close()
 
     def _open_leases(self) -> LeaseSource:
@@ -204,7 +207,8 @@ class RolloutLoop:
 
     def _rendered(self, lease: Lease, issued: PromptGroupIssued) -> GroupInWork:
         answers = () if self._config.algorithm.has_rewards else sample_answers(issued, renderer=self._renderer)
-        return GroupInWork([lease], issued, self._renderer.prompt_tokens(issued.messages, tools=issued.tools), answers)
+        prompt_tokens = self._renderer.prompt_tokens(issued.messages, tools=issued.tools)
+        return GroupInWork([lease], issued, prompt_tokens, answers, media=self._ahead.bring(media_in(issued.messages)))
 
     def _issued(self, record: Record) -> PromptGroupIssued | None:
         """Decode and check; what is unfit goes to the dead letters."""
@@ -229,7 +233,7 @@ class RolloutLoop:
         lease.done()
 
     def _admit(self) -> None:
-        """Start waiting prompt groups, oldest first, while there is room and the engine's version is new enough."""
+        """Start waiting prompt groups, oldest first, while there is room, the engine's version is new enough and their media are here."""
         if self._worker.paused or self._must_finish_first():
             return
         self._waiting.sort(key=lambda group: (group.issued.train_step, group.issued.group_index))
@@ -237,7 +241,8 @@ class RolloutLoop:
         kept = []
         for group in self._waiting:
             size = group.issued.samples_per_prompt
-            if group.issued.required_policy_version > self._engine.policy_version or (size > room and self._engine.num_running > 0):
+            is_early = group.issued.required_policy_version > self._engine.policy_version or not group.has_media
+            if is_early or (size > room and self._engine.num_running > 0):
                 kept.append(group)
             elif self._submit(group):
                 room -= size
@@ -255,6 +260,8 @@ class RolloutLoop:
             self._engine.wake()
             self._asleep = False
         try:
+            if group.media is not None:
+                group.media.result()
             self._engine.submit(
                 GenerationRequest(
                     prompt_group_id=issued.prompt_group_id,
