@@ -27,7 +27,7 @@ from relax_events.config import WeightsConfig
 from relax_events.events.types import EnginesEnlisted
 from relax_events.objects import ObjectStore
 from relax_events.telemetry.metrics import WorkerMetrics
-from relax_events.weights.artifacts import delete_weights, weights_digest, write_weights
+from relax_events.weights.artifacts import delete_weights, transit_digest, write_weights
 from relax_events.weights.broadcast.receiver import Receiver
 from relax_events.weights.broadcast.sender import Broadcaster
 from relax_events.weights.reading import read_weights
@@ -100,7 +100,7 @@ def timed(action: Callable[[], object]) -> float:
 
 def ways(stack: ExitStack, tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Callable[[int], float]]:
     """Open every way, and give functions that send a version by it and return the seconds."""
-    digest, num_bytes = weights_digest(tensors), sum(tensor.nbytes for tensor in tensors.values())
+    digest, num_bytes = transit_digest(tensors), sum(tensor.nbytes for tensor in tensors.values())
     lists: list[EnginesEnlisted] = []
     broadcaster = stack.enter_context(
         closing(Broadcaster(WeightsConfig(transport="gloo"), metrics=WorkerMetrics("t").weights, announce=lists.append))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import Protocol
 
 import safetensors.torch
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from relax_events.events.parts import ObjectRef
@@ -21,6 +23,13 @@ MAX_FILE_BYTES = 1024**3
 """Tensors are grouped into files of about this size; the writer holds one such file in memory beside the tensors."""
 
 
+class Hash(Protocol):
+    """Takes a digest, a piece at a time."""
+
+    def update(self, data: bytes | memoryview, /) -> object:
+        """Go on with more bytes."""
+
+
 def weights_digest(tensors: Mapping[str, Tensor]) -> bytes:
     """Give the SHA-256 over names, dtypes, shapes and values, in order of the names: equal if and only if the weights are, bit for bit.
 
@@ -28,11 +37,22 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> bytes:
         tensors: On any device.
     """
     digest = sha256()
+    _read_through(tensors, digest)
+    return digest.digest()
+
+
+def transit_digest(tensors: Mapping[str, Tensor]) -> bytes:
+    """Give the BLAKE3 digest over what `weights_digest` is taken of: as hard to forge and four times as fast, for tensors on their way."""
+    digest = blake3()
+    _read_through(tensors, digest)
+    return digest.digest()
+
+
+def _read_through(tensors: Mapping[str, Tensor], digest: Hash) -> None:
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(tensor_header(name, dtype_name(tensor), tuple(tensor.shape)))
         digest.update(raw_bytes(tensor))
-    return digest.digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +71,7 @@ def write_weights(
     model_type: str = "",
     max_file_bytes: int = MAX_FILE_BYTES,
     former: Written | None = None,
+    in_transit: bytes | None = None,
 ) -> tuple[ObjectRef, bytes]:
     """Write an artifact; return where its manifest lies, and the weights' digest.
 
@@ -62,6 +83,7 @@ def write_weights(
         policy_version: The version that these weights are.
         model_type: As in the model's config; for people.
         max_file_bytes: Size at which a file is full.
+        in_transit: Its `transit_digest`, where the version is sent to engines besides.
         former: A version to which only the changes are written, tensor by tensor, where they are smaller. Who reads them needs it as well.
     Raises:
         ObjectError: The store failed; no manifest was written.
@@ -81,7 +103,7 @@ def write_weights(
         files.append(store.put_at(f"{_folder(policy_version)}{sha256(data).hexdigest()[:16]}.safetensors", data))
     failpoint("weights.before_manifest")
     base = former.base if former is not None and changed else None
-    manifest = WeightManifest(policy_version, model_type, digest, tuple(files), tuple(entries), base, frozenset(changed)).to_json()
+    manifest = WeightManifest(policy_version, model_type, digest, tuple(files), tuple(entries), base, frozenset(changed), in_transit).to_json()
     return store.put_at(f"{_folder(policy_version)}manifest-{sha256(manifest).hexdigest()[:16]}.json", manifest), digest
 
 

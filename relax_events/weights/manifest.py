@@ -54,6 +54,7 @@ class WeightManifest:
         digest: Of all weights, whole, as `artifacts.weights_digest` takes it.
         base: None for an artifact that stands alone.
         changed: Names of the tensors of which the files hold the changes to the base's.
+        in_transit: Of all weights, too, as `artifacts.transit_digest` takes it; None where the version was sent to nobody.
     """
 
     policy_version: int
@@ -63,6 +64,7 @@ class WeightManifest:
     tensors: tuple[TensorEntry, ...]
     base: Base | None = None
     changed: frozenset[str] = frozenset()
+    in_transit: bytes | None = None
 
     def to_json(self) -> bytes:
         """Give the manifest as JSON, the same bytes for the same manifest."""
@@ -72,6 +74,8 @@ class WeightManifest:
         if self.base is not None:
             value["base"] = _reference_value(self.base.manifest) | {"weights_digest": self.base.digest.hex()}
             value["changed"] = sorted(self.changed)
+        if self.in_transit is not None:
+            value["in_transit"] = self.in_transit.hex()
         return json.dumps(value | {"tensors": [asdict(tensor) for tensor in self.tensors]}, indent=1).encode()
 
     @classmethod
@@ -90,7 +94,9 @@ class WeightManifest:
             base = Base(_reference(value["base"]), bytes.fromhex(value["base"]["weights_digest"])) if value["format"] != FORMAT else None
             tensors = tuple(TensorEntry(item["name"], item["dtype"], tuple(item["shape"]), item["file"]) for item in value["tensors"])
             changed = frozenset(value.get("changed", ()))
-            return cls(value["policy_version"], value["model_type"], bytes.fromhex(value["digest"]), files, tensors, base, changed)
+            in_transit = bytes.fromhex(value["in_transit"]) if "in_transit" in value else None
+            digest = bytes.fromhex(value["digest"])
+            return cls(value["policy_version"], value["model_type"], digest, files, tensors, base, changed, in_transit)
         except (ValueError, KeyError, TypeError) as error:
             raise WeightsError(f"weight manifest can't be read: {type(error).__name__}: {error}") from error
 

@@ -103,15 +103,15 @@ class StoreTransport:
         self._written: Written | None = None
         self._held: Held | None = None
 
-    def publish(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> tuple[ObjectRef, bytes]:
-        """See `WeightsTransport.publish`."""
+    def publish(self, tensors: Mapping[str, Tensor], *, policy_version: int, in_transit: bytes | None = None) -> tuple[ObjectRef, bytes]:
+        """See `WeightsTransport.publish`; `in_transit` as `artifacts.write_weights` has it."""
         from relax_events.weights.artifacts import Written, copied, write_weights  # which loads torch: readers stay light
 
         if self._full_every == 1:
-            return write_weights(self._store, tensors, policy_version=policy_version)
+            return write_weights(self._store, tensors, policy_version=policy_version, in_transit=in_transit)
         tensors = copied(tensors)  # off the device once, for the digest, the comparison, the files and the next version
         former = self._written if policy_version % self._full_every else None
-        reference, digest = write_weights(self._store, tensors, policy_version=policy_version, former=former)
+        reference, digest = write_weights(self._store, tensors, policy_version=policy_version, former=former, in_transit=in_transit)
         self._written = Written(Base(reference, digest), tensors)
         return reference, digest
 

@@ -5,13 +5,14 @@ from hashlib import sha256
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from relax_events.errors import ObjectError, WeightsError
 from relax_events.events.parts import ObjectRef
 from relax_events.events.types import PolicyVersionPublished
 from relax_events.objects import ObjectStore
-from relax_events.weights.artifacts import delete_weights, stored_versions, weights_digest, write_weights
+from relax_events.weights.artifacts import delete_weights, stored_versions, transit_digest, weights_digest, write_weights
 from relax_events.weights.reading import read_weights
 from relax_events.weights.transport import StoreTransport
 
@@ -37,6 +38,7 @@ def test_weights_digest_is_that_of_names_dtypes_shapes_and_bytes() -> None:
     tensors = {"b": torch.tensor([1], dtype=torch.int64), "a": torch.from_numpy(values).reshape(2, 3)}
     expected = sha256(b"a\0float32\0[2, 3]\0" + values.tobytes() + b"b\0int64\0[1]\0" + (1).to_bytes(8, "little"))
     assert weights_digest(tensors) == expected.digest()
+    assert transit_digest(tensors) == blake3(b"a\0float32\0[2, 3]\0" + values.tobytes() + b"b\0int64\0[1]\0" + (1).to_bytes(8, "little")).digest()
 
 
 @pytest.mark.parametrize(

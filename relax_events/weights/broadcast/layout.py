@@ -10,6 +10,7 @@ from functools import cached_property
 from hashlib import sha256
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from relax_events.weights.artifacts import dtype_name
@@ -95,10 +96,10 @@ class Layout:
 
 
 class RowDigest:
-    """The digest of the tensors in a row of bytes, taken bucket by bucket; in the end `artifacts.weights_digest` of them."""
+    """The digest of the tensors in a row of bytes, taken bucket by bucket; in the end `artifacts.transit_digest` of them."""
 
     def __init__(self, layout: Layout, row: Tensor) -> None:
-        self._layout, self._bytes, self._digest = layout, row.numpy().data, sha256()
+        self._layout, self._bytes, self._digest = layout, row.numpy().data, blake3()
 
     def take(self, bucket: range) -> None:
         """Go on with the next bucket."""

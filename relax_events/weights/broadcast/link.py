@@ -37,7 +37,7 @@ class Snapshot:
     tensors: Mapping[str, Tensor]
     layout: Layout
     digest: Future[bytes] = field(default_factory=Future)
-    """Of the weights, known once the store has them."""
+    """Of the weights in transit, known once the store has them."""
 
 
 class Owner(Protocol):

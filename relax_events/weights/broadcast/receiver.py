@@ -114,17 +114,17 @@ class Receiver:
         """Tell whether a version is under way at this instant."""
         return self._coming_version == policy_version
 
-    def take(self, policy_version: int, digest: bytes) -> Mapping[str, Tensor] | None:
-        """Give the tensors of a version if they have come and have this digest; they stay as they are until the next is taken."""
+    def take(self, policy_version: int, digest: bytes | None) -> Mapping[str, Tensor] | None:
+        """Give the tensors of a version if they have come and have this `artifacts.transit_digest`; they stay as they are until the next is taken."""
         with self._changed:
             arrived, self._arrived = self._arrived, None
             if arrived is None or arrived.policy_version != policy_version:
                 self._arrived = arrived if arrived is not None and arrived.policy_version > policy_version else None
                 return None
-            if arrived.digest != digest:
+            if digest is None or arrived.digest != digest:
                 self._rows.append(arrived.row)
                 self._metrics.failed("torn")
-                log.error("weights.torn", policy_version=policy_version, digest=arrived.digest.hex(), published=digest.hex())
+                log.error("weights.torn", policy_version=policy_version, digest=arrived.digest.hex(), published=digest.hex() if digest else "none")
                 return None
             if self._handed_out is not None:
                 self._rows.append(self._handed_out)

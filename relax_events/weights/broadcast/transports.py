@@ -1,6 +1,6 @@
 """The transports `gloo` and `nccl`: the store has every version, and the engines that are present are sent it besides.
 
-A version is sent while it is written to the store, and served once its record is on the log, by its digest in the artifact's manifest:
+A version is sent while it is written to the store, and served once its record is on the log, by its digests in the artifact's manifest:
 an engine can't tell by which way its weights came.
 """
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from relax_events.events.parts import ObjectRef
 from relax_events.events.types import EnginesEnlisted, Event, PolicyVersionPublished
 from relax_events.objects import ObjectStore
+from relax_events.weights.artifacts import transit_digest
 from relax_events.weights.broadcast.receiver import Receiver
 from relax_events.weights.broadcast.sender import Broadcaster
 from relax_events.weights.manifest import WeightManifest, Weights
@@ -26,17 +27,18 @@ class SendingTransport(StoreTransport):
         super().__init__(store, full_every=broadcaster.config.full_every)
         self.name, self._broadcaster = broadcaster.config.transport, broadcaster
 
-    def publish(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> tuple[ObjectRef, bytes]:
+    def publish(self, tensors: Mapping[str, Tensor], *, policy_version: int, in_transit: bytes | None = None) -> tuple[ObjectRef, bytes]:
         """Write the version to the store; it is sent meanwhile, and may still be under way when this returns."""
         snapshot = self._broadcaster.offer(tensors, policy_version=policy_version)
+        if snapshot is None:
+            return super().publish(tensors, policy_version=policy_version, in_transit=in_transit)
         try:
-            reference, digest = super().publish(tensors, policy_version=policy_version)
-            if snapshot is not None:
-                snapshot.digest.set_result(digest)
+            in_transit = transit_digest(tensors)
+            written = super().publish(tensors, policy_version=policy_version, in_transit=in_transit)
+            snapshot.digest.set_result(in_transit)
         finally:
-            if snapshot is not None:
-                snapshot.digest.cancel()  # which changes nothing once it is known
-        return reference, digest
+            snapshot.digest.cancel()  # which changes nothing once it is known
+        return written
 
     def close(self) -> None:
         """Send nothing more."""
@@ -58,7 +60,7 @@ class ReceivingTransport(StoreTransport):
         """Give what the trainer sent, if it is what the manifest says, else what the store has. It stays as it is until the next fetch."""
         version = published.policy_version
         manifest = WeightManifest.from_json(self._store.get(published.artifact))
-        if manifest.policy_version == version and (tensors := self._receiver.take(version, manifest.digest)) is not None:
+        if manifest.policy_version == version and (tensors := self._receiver.take(version, manifest.in_transit)) is not None:
             return Weights(version, tensors, manifest.digest, transport=self._receiver.transport)
         weights = super().fetch(published)
         self._receiver.served(version, weights.tensors)
