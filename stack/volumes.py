@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from stack.engine import Engine
 
@@ -13,6 +14,8 @@ KEEPER = "keeper"
 BALLAST = "ballast"
 VOLUME_OF = {"kafka": "log", "trainer": "files"}
 """By service that is hurt when it is full."""
+BROKER_MEGABYTES = 1024
+"""What the broker may take besides what it writes: a volume in memory counts as its writer's."""
 
 
 def write_small_volumes(folder: Path, image: str) -> Path:
@@ -30,8 +33,9 @@ def write_small_volumes(folder: Path, image: str) -> Path:
         "volumes": [f"{name}:/volumes/{name}" for name in MEGABYTES],
     }
     path = folder / "volumes.json"
-    waits = {service: {"depends_on": {KEEPER: {"condition": "service_started"}}} for service in ("kafka", "topics", "model")}
-    path.write_text(json.dumps({"services": {KEEPER: keeper, **waits}, "volumes": volumes}))
+    services: dict[str, Any] = {name: {"depends_on": {KEEPER: {"condition": "service_started"}}} for name in ("kafka", "topics", "model")}
+    services["kafka"]["mem_limit"] = f"{MEGABYTES['log'] + BROKER_MEGABYTES}m"
+    path.write_text(json.dumps({"services": {KEEPER: keeper, **services}, "volumes": volumes}))
     return path
 
 
