@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+
+from blake3 import blake3
 
 DIGEST_BYTES = 32
 LOW_WATER = 3 / 4
@@ -18,7 +19,7 @@ ADDED_BEFORE_LOOKING = 1 / 32
 
 
 class HostCache:
-    """A folder of files; each begins with the SHA-256 of the rest, so that what was torn or altered is made again."""
+    """A folder of files; each begins with the BLAKE3 digest of the rest, so that what was torn or altered is made again."""
 
     def __init__(self, folder: Path, *, max_bytes: int) -> None:
         """Use a folder; it is made when something is put into it.
@@ -30,7 +31,7 @@ class HostCache:
         self._folder, self._max_bytes = folder, max_bytes
         self._num_added_bytes = max_bytes  # so that the first addition looks at what earlier runs have left
 
-    def get(self, name: str, make: Callable[[], bytes]) -> bytes:
+    def get(self, name: str, make: Callable[[], bytes]) -> bytes | memoryview:
         """Return what is kept under a name, or make it; a worker that wants what another is making waits for that one.
 
         Args:
@@ -53,21 +54,21 @@ class HostCache:
     def _path(self, name: str) -> Path:
         return self._folder / name[:2] / name
 
-    def _read(self, name: str) -> bytes | None:
+    def _read(self, name: str) -> memoryview | None:
         path = self._path(name)
         try:
-            data = path.read_bytes()
+            data = memoryview(path.read_bytes())
             os.utime(path)
         except FileNotFoundError:
             return None
         digest, content = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
-        return content if hashlib.sha256(content).digest() == digest else None
+        return content if blake3(content).digest() == digest else None
 
     def _write(self, name: str, content: bytes) -> None:
         path = self._path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
-            file.write(hashlib.sha256(content).digest())
+            file.write(blake3(content).digest())
             file.write(content)
         Path(file.name).replace(path)
         self._num_added_bytes += len(content)

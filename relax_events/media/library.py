@@ -176,7 +176,7 @@ class MediaLibrary:
         return self._stores[root]
 
 
-def _of_bytes(reference: MediaRef, plan: Plan, content: bytes) -> ProcessedMedia:
+def _of_bytes(reference: MediaRef, plan: Plan, content: bytes | memoryview) -> ProcessedMedia:
     """Take the arrays out of what decoding has left; they may be written to, as torch wants it."""
     whole = bytearray(content)
     first = np.frombuffer(whole, plan.dtype, count=int(np.prod(plan.shape))).reshape(plan.shape)
