@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
+from relax_events.config import EngineConfig
 from relax_events.engines.protocol import Engine, EngineUsage
 from relax_events.pipeline.worker import Worker
 
@@ -25,9 +26,16 @@ class EngineWatch:
         decoding_samples, waiting_samples, capacity_samples: At the instant.
     """
 
-    def __init__(self, worker: Worker, engine: Engine) -> None:
+    def __init__(self, worker: Worker, engine: Engine, *, config: EngineConfig | None = None) -> None:
+        """Begin to count.
+
+        Args:
+            worker: Whose engine it is.
+            engine: What is watched.
+            config: Of the engine, where that is another than the policy's.
+        """
         self._engine, self._metrics = engine, worker.metrics.engine
-        self._capacity = worker.config.engine.max_running_samples
+        self._capacity = (config or worker.config.engine).max_running_samples
         self._counted = self._reported = engine.usage
         self._seconds: defaultdict[str, float] = defaultdict(float)
         worker.beats.reports(self._figures)

@@ -1,8 +1,8 @@
 """The reward role: scores every generated sample.
 
-Consumes rollout.samples, produces SampleScored on reward.scores. A reward function that takes whole prompt groups is
-called when all samples of one have arrived. One that raises, hangs, dies or returns no finite number costs its call's
-samples a counted failure with the reason, never the worker and never a silent zero.
+Consumes rollout.samples, produces SampleScored on reward.scores; samples that the judge role scores are passed over. A reward
+function that takes whole prompt groups is called when all samples of one have arrived. One that raises, hangs, dies or returns
+no finite number costs its call's samples a counted failure with the reason, never the worker and never a silent zero.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import structlog
 
 from relax_events.broker.records import OutRecord
 from relax_events.config import RunConfig
-from relax_events.errors import RewardError
+from relax_events.errors import ConfigError, RewardError
 from relax_events.events.types import SampleRolledOut, SampleScored
 from relax_events.pipeline.group_map_role import GroupMapRole
 from relax_events.pipeline.map_role import MapRole
 from relax_events.pipeline.worker import Worker
 from relax_events.rewards.pool import RewardPool
 from relax_events.rewards.scores import Score
-from relax_events.rewards.scoring import as_scored, reward_item
+from relax_events.rewards.scoring import as_scored, reward_item, source_of
 from workers.opening import open_worker
 
 log = structlog.get_logger()
@@ -28,7 +28,10 @@ log = structlog.get_logger()
 
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
-    with RewardPool(config.reward) as pool, open_worker("reward", config, index=index) as worker:
+    reward = config.computed_reward
+    if reward is None:
+        raise ConfigError("the reward role has nothing to score: all samples go to the judge; start the judge role, or leave judge.model_path out")
+    with RewardPool(reward) as pool, open_worker("reward", config, index=index) as worker:
         loop = GroupMapRole if pool.takes_prompt_group else MapRole
         loop(worker, Scoring(worker, pool)).run()
 
@@ -40,8 +43,13 @@ class Scoring:
         self._worker, self._pool = worker, pool
 
     def __call__(self, samples: Sequence[SampleRolledOut]) -> list[OutRecord]:
-        """Score the samples, in order."""
-        return [self._record(sample, score) for sample, score in zip(samples, self._scores(samples), strict=True)]
+        """Score the samples that are ours, in order."""
+        ours = [sample for sample in samples if self._is_ours(sample)]
+        return [self._record(sample, score) for sample, score in zip(ours, self._scores(ours), strict=True)]
+
+    def _is_ours(self, sample: SampleRolledOut) -> bool:
+        config = self._worker.config
+        return not config.judged_sources or source_of(sample, config.reward) not in config.judged_sources
 
     def _scores(self, samples: Sequence[SampleRolledOut]) -> list[SampleScored]:
         results = self._pool.score_batch([reward_item(sample) for sample in samples])

@@ -34,7 +34,7 @@ def worker(role: str, config: Path, *overrides: str, index: int | Literal["host"
     Example: relax worker rollout configs/quickstart.toml --index 1
 
     Args:
-        role: prompter, rollout, reward, reference, actor-forward, critic, teacher, advantage, trainer, evaluator, controller or metrics.
+        role: prompter, rollout, reward, judge, reference, actor-forward, critic, teacher, advantage, trainer, evaluator, controller or metrics.
         config: The run file, TOML.
         overrides: section.key=value, laid over the run file.
         index: Tells workers of one role apart; `host` takes one from the machine's name, for replicas that are started alike.

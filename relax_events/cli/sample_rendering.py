@@ -58,6 +58,8 @@ def sample_text(detail: SampleDetail) -> Iterator[str]:
         yield from indented(message.role, message_text(message))
     yield from indented("completion", sample.completion)
     yield from indented("answer", sample.answer)
+    if view.score is not None and view.score.judgement:
+        yield from indented("judgement", view.score.judgement)
     yield ""
     yield f"reward      {score_text(view.score)}"
     for name, score in detail.other_scores.items():

@@ -55,7 +55,7 @@ def out(
         overrides: section.key=value, laid over the run file.
         to: Workers that there shall be in all; 0 where --engine-url says it.
         engine_url: An SGLang server, as http://host:port; may be given several times.
-        model: `default` are the rollout workers; reward, reference, actor-forward and teacher can be scaled as well.
+        model: `default` are the rollout workers; reward, judge, reference, actor-forward and teacher can be scaled as well.
         timeout_seconds: How long they may take until they serve; by default scaling.timeout_seconds.
         key: A call that is repeated with the same key makes no second request.
         dry_run: Say what would be done, and do nothing.
@@ -92,7 +92,7 @@ def scale_in(
         overrides: section.key=value, laid over the run file.
         to: Workers that there shall be in all; 0 where --engine-url says it.
         engine_url: An SGLang server to let go, as http://host:port; may be given several times.
-        model: `default` are the rollout workers; reward, reference, actor-forward and teacher can be scaled as well.
+        model: `default` are the rollout workers; reward, judge, reference, actor-forward and teacher can be scaled as well.
         timeout_seconds: How long they may take to finish; by default workers.drain_seconds, and no longer than that.
         force: Don't wait for what they hold; others generate it again.
         key: A call that is repeated with the same key makes no second request.

@@ -7,6 +7,7 @@ from relax_events.config.data import DataConfig, DatasetConfig, RowsConfig
 from relax_events.config.environment import EnvironmentConfig
 from relax_events.config.evaluation import EvaluationConfig, EvaluationDatasetConfig
 from relax_events.config.generation import EngineConfig, ModelConfig, SamplingConfig, SGLangConfig
+from relax_events.config.judge import JudgeConfig
 from relax_events.config.loading import load_run_config
 from relax_events.config.media import MediaConfig
 from relax_events.config.reward import ChosenReward, RewardConfig
@@ -30,6 +31,7 @@ __all__ = [
     "EvaluationConfig",
     "EvaluationDatasetConfig",
     "HealthConfig",
+    "JudgeConfig",
     "MediaConfig",
     "ModelConfig",
     "ObjectsConfig",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -38,3 +39,24 @@ class RewardConfig(ChosenReward):
     """Calls that one child process has under way at a time when the function is `async def`; others run one after the other."""
     memory_bytes: Positive = 4 * 1024**3
     """Address space that one child process may take."""
+
+    @property
+    def chosen(self) -> Mapping[str | None, ChosenReward]:
+        """All functions by the source whose samples they score; None stands for the samples of all others."""
+        own: dict[str | None, ChosenReward] = {None: self}
+        return own | dict(self.routes)
+
+    def source_of(self, metadata: Mapping[str, Any]) -> str | None:
+        """Return which of `chosen` a sample with this metadata goes to."""
+        source = metadata.get(self.route_key)
+        return source if isinstance(source, str) and source in self.routes else None
+
+    def without(self, function: str) -> RewardConfig | None:
+        """Return the section without one function, for a role that is never given its samples; None where no other is left."""
+        others = {source: chosen for source, chosen in self.routes.items() if chosen.function != function}
+        if self.function != function:
+            return self.model_copy(update={"routes": others})
+        if not others:
+            return None
+        first = next(iter(others.values()))
+        return self.model_copy(update={"function": first.function, "options": first.options, "weights": first.weights, "routes": others})

@@ -16,6 +16,7 @@ from relax_events.config.data import DataConfig
 from relax_events.config.environment import EnvironmentConfig
 from relax_events.config.evaluation import EvaluationConfig
 from relax_events.config.generation import EngineConfig, ModelConfig
+from relax_events.config.judge import JUDGED, JudgeConfig, check_judge
 from relax_events.config.reward import RewardConfig
 from relax_events.config.scaling import ScalingConfig
 from relax_events.config.teacher import TeacherConfig
@@ -82,6 +83,8 @@ class WorkersConfig(Section):
     """Actor-forward workers (when the algorithm needs them)."""
     teacher: Positive = 1
     """Teacher workers (when the algorithm needs them)."""
+    judge: Positive = 1
+    """Judge workers (when `judge.model_path` is given)."""
     advantage: Positive = 1
     """Advantage workers."""
     drain_seconds: Seconds = 20.0
@@ -186,6 +189,7 @@ class RunConfig(Section):
     engine: EngineConfig = EngineConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     reward: RewardConfig = RewardConfig()
+    judge: JudgeConfig = JudgeConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     critic: CriticConfig = CriticConfig()
@@ -247,10 +251,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _server_may_start(self) -> RunConfig:
-        sglang, stuck = self.engine.sglang, self.health.stuck_seconds
-        if self.engine.name == "sglang" and stuck <= (needed := sglang.stall_seconds + sglang.start_seconds):
-            rule = f"health.stuck_seconds must be above {needed:g}, got {stuck:g}: for engine.sglang.stall_seconds + start_seconds its server may"
-            raise ValueError(f"{rule} be started again while samples wait; set health.stuck_seconds")
+        stuck, engines = self.health.stuck_seconds, {"engine": self.engine}
+        for section, engine in (engines | {"judge.engine": self.judge.engine} if self.has_judge else engines).items():
+            if engine.name == "sglang" and stuck <= (needed := engine.sglang.stall_seconds + engine.sglang.start_seconds):
+                rule = f"health.stuck_seconds must be above {needed:g}, got {stuck:g}: for {section}.sglang.stall_seconds + start_seconds its server"
+                raise ValueError(f"{rule} may be started again while samples wait; set health.stuck_seconds")
         return self
 
     @model_validator(mode="after")
@@ -259,6 +264,26 @@ class RunConfig(Section):
             need = f"algorithm.distill_coefficient = {self.algorithm.distill_coefficient:g} needs a teacher"
             raise ValueError(f"{need}; set teacher.model_path to the folder of its checkpoint, or algorithm.distill_coefficient = 0")
         return self
+
+    @model_validator(mode="after")
+    def _judge_is_asked(self) -> RunConfig:
+        check_judge(self)
+        return self
+
+    @property
+    def has_judge(self) -> bool:
+        """Whether samples are judged by a model of the run's own: then its role scores those whose reward function is `genrm`."""
+        return self.judge.model_path is not None and self.algorithm.has_rewards and not self.is_replay
+
+    @property
+    def judged_sources(self) -> frozenset[str | None]:
+        """Which of `reward.chosen` the judge scores."""
+        return frozenset(source for source, one in self.reward.chosen.items() if one.function == JUDGED) if self.has_judge else frozenset()
+
+    @property
+    def computed_reward(self) -> RewardConfig | None:
+        """What the reward role computes: all but what the judge scores; None where nothing is left."""
+        return self.reward.without(JUDGED) if self.has_judge else self.reward
 
     @property
     def is_replay(self) -> bool:
@@ -307,8 +332,10 @@ class RunConfig(Section):
         if self.is_replay:
             return {"controller": 1, "metrics": 1, "trainer": 1} | evaluator
         counts = {"controller": 1, "metrics": 1, "prompter": 1, "rollout": self.workers.rollout}
-        if self.algorithm.has_rewards:
+        if self.algorithm.has_rewards and self.computed_reward is not None:
             counts["reward"] = self.workers.reward
+        if self.has_judge:
+            counts["judge"] = self.workers.judge
         if self.algorithm.needs_reference:
             counts["reference"] = self.workers.reference
         if self.algorithm.old_logprobs == "actor":

@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import orjson
+
 from relax_events.broker.credentials import as_principal
 from relax_events.broker.embedded.java import find_java
 from relax_events.broker.registry import RegistryClient
 from relax_events.config import RunConfig
 from relax_events.control.address import OPERATOR, embedded_broker, open_admin, with_bootstrap_servers
-from relax_events.control.requirements import require_metrics_ports, require_model, require_roles, require_teacher
+from relax_events.control.requirements import require_judge, require_metrics_ports, require_model, require_roles, require_teacher
 from relax_events.control.scaling.server import require_api_port
 from relax_events.control.topics.applying import plan_changes
 from relax_events.data.judging import HookJudge, judges_length, length_judge
@@ -52,6 +54,7 @@ def examine(config: RunConfig) -> list[Finding]:
         "disk": check_disk,
         "model": require_model,
         "teacher": require_teacher,
+        "judge": require_judge,
         "data": prompts.check_data,
         "reward": prompts.check_reward,
         "roles": require_roles,
@@ -138,19 +141,27 @@ class PromptCheck:
         """The reward function loads, and scores the reference answer of the first prompt in time."""
         if not config.algorithm.has_rewards and not config.evaluation.datasets:
             return f"algorithm {config.algorithm.name} needs none"
-        with RewardPool(config.reward) as pool:
+        tried = self._tried(config)
+        own = [part.reward for part in config.evaluation.datasets if part.reward is not None]
+        for reward in own:
+            RewardPool(reward).close()
+        more = f"; {', '.join(reward.function for reward in own)} for evaluation loads" if own else ""
+        return f"{tried}{more}"
+
+    def _tried(self, config: RunConfig) -> str:
+        if (computed := config.computed_reward) is None:
+            return "the judge scores all samples"
+        with RewardPool(computed) as pool:
             if self._first is None:
-                raise CheckFailed(f"{config.reward.function} loads, but was not tried: there is no prompt to try it on; see data")
+                raise CheckFailed(f"{computed.function} loads, but was not tried: there is no prompt to try it on; see data")
+            if config.reward.source_of(orjson.loads(self._first.metadata)) in config.judged_sources:
+                return f"{computed.function} loads; the first prompt is the judge's"
             prompt = "\n".join(message.text for message in self._first.messages)
             item = RewardItem("of-the-doctor", self._first.answer, answer=self._first.answer, metadata=self._first.metadata, prompt=prompt)
             result = pool.score_batch([item] * (2 if pool.takes_prompt_group else 1))[0]
         if isinstance(result, RelaxError):
             raise result
-        own = [part.reward for part in config.evaluation.datasets if part.reward is not None]
-        for reward in own:
-            RewardPool(reward).close()
-        more = f"; {', '.join(reward.function for reward in own)} for evaluation loads" if own else ""
-        return f"{config.reward.function} gives {result.reward:g} for the reference answer of the first prompt{more}"
+        return f"{computed.function} gives {result.reward:g} for the reference answer of the first prompt"
 
 
 def _left_out(source: PromptSource) -> str:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from relax_events.config import RunConfig
-from relax_events.control.requirements import require_metrics_ports, require_model, require_roles, require_teacher
+from relax_events.control.requirements import require_judge, require_metrics_ports, require_model, require_roles, require_teacher
 from relax_events.control.scaling.server import require_api_port
 from relax_events.control.supervisor import worker_environment
 from relax_events.data.judging import find_hook
@@ -30,6 +30,7 @@ def prepare_run(config: RunConfig) -> None:
     require_api_port(config)
     require_model(config)
     require_teacher(config)
+    require_judge(config)
     _check_rows(config)
     if not config.model.path.exists():
         _make_model(config)

@@ -8,11 +8,13 @@ import socket
 
 from relax_events.config import RunConfig
 from relax_events.config.algorithm_spec import find_algorithm
+from relax_events.data.rendering import judge_renderer
 from relax_events.data.sources import media_brought
 from relax_events.errors import ConfigError, EnvironmentProblem
 from relax_events.models.media_layout import MEDIA_FAMILIES, MediaLayout
 from relax_events.models.vocabulary import require_same_vocabulary
 from relax_events.plugins import ENGINES, ENVIRONMENTS, FUNCTION, ROLES, TRAINER_BACKENDS, find_plugin
+from relax_events.rewards.judging import load_grading
 
 MODEL_PACKAGES = ("torch", "transformers", "safetensors")
 MODEL_FILES = ("config.json", "tokenizer_config.json")
@@ -29,6 +31,8 @@ def require_roles(config: RunConfig) -> str:
         find_plugin(ROLES, role, what=f"role {role!r}")
     for engine in dict.fromkeys((config.engine.name, config.rollout_engine)):
         find_plugin(ENGINES, engine, what=f"engine.name = {engine!r}")
+    if config.has_judge:
+        find_plugin(ENGINES, config.judge.engine.name, what=f"judge.engine.name = {config.judge.engine.name!r}")
     if environment := config.environment.function:
         find_plugin(ENVIRONMENTS, environment, what=f"environment.function = {environment!r}", accepts=FUNCTION)
     find_plugin(TRAINER_BACKENDS, config.trainer.backend, what=f"trainer.backend = {config.trainer.backend!r}")
@@ -105,6 +109,24 @@ def require_teacher(config: RunConfig) -> str:
         return f"{path}; its vocabulary is compared by the teacher role, once the policy's model is made"
     require_same_vocabulary(config.model.path, path)
     return f"{path} has the vocabulary of {config.model.path}"
+
+
+def require_judge(config: RunConfig) -> str:
+    """Return who judges samples, once the judging model is whole and can be asked.
+
+    Raises:
+        ConfigError: The folder is missing or lacks a file or a chat template, or an option does not fit; the text names it.
+    """
+    path = config.judge.model_path
+    if path is None or not config.has_judge:
+        return "none: judge.model_path is not given" if path is None else "none: nothing is rewarded here"
+    if not (path / "config.json").is_file() or not list(path.glob("*.safetensors")):
+        raise ConfigError(f"judge.model_path {path} holds no config.json with *.safetensors; give a complete folder in Hugging Face layout")
+    for source in config.judged_sources:
+        load_grading(config.reward.chosen[source])
+    judge_renderer(config.judge, config.data)
+    num_judged, num_all = len(config.judged_sources), len(config.reward.chosen)
+    return f"{path} on engine {config.judge.engine.name}{f', for {num_judged} of {num_all} sources' if num_judged < num_all else ''}"
 
 
 def require_metrics_ports(config: RunConfig) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from jinja2.exceptions import TemplateError
 from numpy.typing import NDArray
 
-from relax_events.config import DataConfig, MediaConfig
+from relax_events.config import DataConfig, JudgeConfig, MediaConfig
 from relax_events.data.completions import ASSISTANT
 from relax_events.data.tokenizer_folder import FolderTokenizer
 from relax_events.errors import ConfigError, PoisonSample
@@ -51,7 +51,7 @@ class PromptRenderer:
             ConfigError: The chat template is wanted and the tokenizer has none, or nothing ends a completion.
         """
         if config.chat_template and not tokenizer.chat_template:
-            raise ConfigError(f"the tokenizer of {tokenizer.name_or_path} has no chat template; set data.chat_template = false")
+            raise ConfigError(f"the tokenizer of {tokenizer.name_or_path} has no chat template; take one that has, or set data.chat_template = false")
         own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *stop_token_ids]))
         if not self.stop_token_ids:
@@ -148,6 +148,18 @@ class PromptRenderer:
     def encode(self, text: str) -> NDArray[np.int32]:
         """Give the tokens of a text as it stands."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+
+
+def judge_renderer(judge: JudgeConfig, data: DataConfig) -> PromptRenderer:
+    """Load what shows the judging model a question: its own tokenizer, with its own chat template.
+
+    Raises:
+        ConfigError: There is none, or it can't be used.
+    """
+    if judge.model_path is None:
+        raise ConfigError("the judge role has no model; set judge.model_path to the folder of its checkpoint")
+    own = {"chat_template": True, "chat_template_file": None, "chat_template_options": judge.chat_template_options}
+    return PromptRenderer.from_folder(judge.model_path, data.model_copy(update=own))
 
 
 def _content(message: ChatMessage) -> str | list[dict[str, str]]:

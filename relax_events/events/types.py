@@ -86,6 +86,7 @@ class SampleScored:
     reward_name: str
     reward_digest: str = ""
     error: str | None = None
+    judgement: str = ""
     seconds: float = 0.0
     scored_at: int = field(default_factory=now_micros)
 

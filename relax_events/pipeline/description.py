@@ -29,7 +29,8 @@ def describe(config: RunConfig) -> RunDescribed:
     """Return what the log is told about a run. Its folders come out absolute, since whoever reads it stands elsewhere."""
     tree = config.model_dump(mode="json")
     tree["broker"] = {key: tree["broker"][key] for key in SHAPE_KEYS}
-    for section, key in (("run", "directory"), ("model", "path"), ("critic", "model_path"), ("teacher", "model_path")):
+    places = (("run", "directory"), ("model", "path"), ("critic", "model_path"), ("teacher", "model_path"), ("judge", "model_path"))
+    for section, key in places:
         if tree[section][key] is not None:
             tree[section][key] = str(Path(tree[section][key]).resolve())
     return RunDescribed(

@@ -50,7 +50,7 @@ class MapRole:
     ) -> None:
         self._worker, self._handle, self._max_records, self._max_tokens = worker, handle, max_records, max_tokens
         self._topic = worker.plan.topic("rollout.samples")
-        self._operation = "score" if worker.role == "reward" else "evaluate"
+        self._operation = "score" if worker.role in ("reward", "judge") else "evaluate"
         self._published: list[PolicyVersionPublished] = []
         self._listeners, self._between = listeners, between
         self._consumer = GroupConsumer(
@@ -83,13 +83,17 @@ class MapRole:
             with self._worker.traces.each(self._operation, (sample.prompt_group_id for _, sample in part), topic="rollout.samples"):
                 for out in self._outputs(part):
                     self._worker.producer.send(out)
+        self._commit_when_safe(self._done_offsets(records))
+        self._worker.beats.num_in_flight = 0
+        self._worker.finished(len(records), started)
+
+    def _commit_when_safe(self, offsets: list[TopicOffset], *, wait: Deadline | None = None) -> None:
+        """Commit inputs once all that was sent is acknowledged."""
         failpoint(f"{self._worker.role}.before_flush")
         self._worker.producer.flush()
         failpoint(f"{self._worker.role}.before_commit")
-        self._consumer.commit(self._done_offsets(records))
+        self._consumer.commit(offsets, wait=wait)
         failpoint(f"{self._worker.role}.after_commit")
-        self._worker.beats.num_in_flight = 0
-        self._worker.finished(len(records), started)
 
     def _ready(self, fit: list[Fit]) -> list[Fit]:
         """Return the samples that can be handled now: all of them."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import orjson
+
+from relax_events.config import RewardConfig
 from relax_events.errors import RewardError
 from relax_events.events.types import SampleRolledOut, SampleScored
 from relax_events.rewards.pool import RewardItem
@@ -20,7 +23,19 @@ def reward_item(sample: SampleRolledOut) -> RewardItem:
     )
 
 
-def as_scored(sample: SampleRolledOut, result: Score | RewardError, *, reward_name: str, reward_digest: str) -> SampleScored:
+def source_of(sample: SampleRolledOut, reward: RewardConfig) -> str | None:
+    """Return which of the section's functions scores a sample; one whose metadata can't be read goes to the first, which says so."""
+    if not reward.routes:
+        return None
+    try:
+        return reward.source_of(orjson.loads(sample.metadata))
+    except (orjson.JSONDecodeError, AttributeError):
+        return None
+
+
+def as_scored(
+    sample: SampleRolledOut, result: Score | RewardError, *, reward_name: str, reward_digest: str, judgement: str = ""
+) -> SampleScored:
     """Return a sample's score; a failure is one with its text and without a reward, never a silent zero."""
     success = result if isinstance(result, Score) else None
     return SampleScored(
@@ -32,5 +47,6 @@ def as_scored(sample: SampleRolledOut, result: Score | RewardError, *, reward_na
         reward_name=reward_name,
         reward_digest=reward_digest,
         error=None if success else str(result),
+        judgement=judgement,
         seconds=success.seconds if success else 0.0,
     )

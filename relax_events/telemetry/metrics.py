@@ -87,7 +87,7 @@ class WorkerMetrics:
         self._ended.labels(outcome).inc()
 
     def scored(self, outcome: str) -> None:
-        """Count a sample that got a reward (`scored`) or did not (`failed`)."""
+        """Count a sample that got a reward (`scored`), did not (`failed`), or was given a judgement without a score (`unreadable`)."""
         self._scored.labels(outcome).inc()
 
     def tokens(self, count: int) -> None:

@@ -38,7 +38,7 @@ COMPACTED_TOPICS = {
     "control.heartbeats": "WorkerBeat, newest by worker",
     "control.schemas": "writer schemas as JSON, by fingerprint",
 }
-MAP_ROLES = ("reward", "reference", "actor-forward", "critic", "teacher")
+MAP_ROLES = ("reward", "judge", "reference", "actor-forward", "critic", "teacher")
 """Roles that look at each sample by itself and write one event for it."""
 CONSUMER_ROLES = (*MAP_ROLES, "advantage")
 """Roles whose workers share their topics' partitions as a consumer group."""

@@ -28,6 +28,7 @@ ROLE_RIGHTS = {
     "prompter": Rights(reads=("control.group-outcomes", "prompt.groups"), writes=("prompt.groups",)),
     "rollout": Rights(reads=("prompt.groups",), writes=("rollout.samples", "advantage.samples"), is_member=True, has_queue=True),
     "reward": Rights(reads=("rollout.samples",), writes=("reward.scores", "advantage.samples"), is_member=True),
+    "judge": Rights(reads=("rollout.samples",), writes=("reward.scores", "advantage.samples"), is_member=True),
     "reference": Rights(reads=("rollout.samples",), writes=("reference.logprobs", "advantage.samples"), is_member=True),
     "actor-forward": Rights(reads=("rollout.samples",), writes=("actor.logprobs", "advantage.samples"), is_member=True),
     "critic": Rights(

@@ -39,11 +39,29 @@ def hang_once(completion, *, answer, metadata, prompt):
         return slowly(completion, answer=answer, metadata=metadata, prompt=prompt)
     time.sleep(1000)
 """
-# Engines that breathe and draw nothing any more: `StuckOnce` for the first time in a run, in whose folder it is, `Stuck` whenever it gets so far.
+# A judge's engine, `Grader`, which writes a score in place of what a random model writes. Engines that breathe and draw nothing any more:
+# `StuckOnce` for the first time in a run, in whose folder it is, `Stuck` whenever it gets so far.
 ENGINES = """
+import dataclasses
 import time
+import zlib
 
+import numpy as np
+
+from relax_events.data.tokenizer_folder import FolderTokenizer
 from relax_events.engines.transformers import TransformersEngine
+
+class Grader(TransformersEngine):
+    def __init__(self, model_path, **settings):
+        super().__init__(model_path, **settings)
+        self.tokenizer = FolderTokenizer.open(model_path)
+
+    def poll(self, *, timeout_seconds):
+        return [self.graded(sample) for sample in super().poll(timeout_seconds=timeout_seconds)]
+
+    def graded(self, sample):
+        tokens = self.tokenizer.encode(f"Score: {zlib.crc32(sample.tokens.tobytes()) % 11}", add_special_tokens=False)
+        return dataclasses.replace(sample, tokens=np.array(tokens, np.int32))
 
 class Stuck(TransformersEngine):
     def poll(self, *, timeout_seconds):
@@ -116,6 +134,12 @@ def usual_tree(folder: Path, run_id: str) -> dict[str, dict[str, Any]]:
         "workers": {"beat_seconds": 0.2},
         "scaling": {"api": "off"},
     }
+
+
+def judged_by(folder: Path, **judge: Any) -> dict[str, dict[str, Any]]:
+    """Return the sections of a run whose rewards are a judge's, which writes for a while and has an opinion of everything."""
+    engine = {"name": f"{folder / 'engine.py'}:Grader", "max_context_tokens": 1024, "max_running_samples": 16, "sampling": {"max_new_tokens": 8}}
+    return {"judge": {"model_path": str(folder / "model"), "engine": engine, **judge}, "reward": {"function": "genrm"}}
 
 
 def laid_over(tree: dict[str, dict[str, Any]], sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from harness import FaultRun, assert_books_balance, mark_of
+from stage import judged_by
 
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import EnginesEnlisted, PolicyEvaluated, TrainStepCommitted
@@ -51,6 +52,7 @@ LONG = [
     ),
     ("rollout.before_load:3", "advantage.handing_over", "checkpoint.before_manifest", "trainer.after_ends"),
     ("teacher.before_flush:2", "teacher.before_commit", "teacher.after_commit"),
+    ("judge.at_work:5", "judge.before_flush:8", "judge.before_commit:4", "judge.after_commit:6"),
     ("evaluator.before_load:2", "evaluator.generating:2", "evaluator.after_write:2"),
     ("critic.before_flush:2", "critic.before_commit:4", "critic.after_commit:6", "critic.learning:5"),
 ]
@@ -69,6 +71,7 @@ def test_run_ends_by_itself_when_workers_kill_themselves_at(points: tuple[str, .
     # Two advantage workers, so that one hands partitions over to the other; a reward function that raises, so that prompt groups end untrained.
     evaluation = {"every": 3, "datasets": [{"name": name, "source": f"jsonl:{directory / 'prompts.jsonl'}"} for name in ("one", "two")]}
     is_evaluated, is_taught, is_broadcast = (points[0].startswith(place) for place in ("evaluator.", "teacher.", "weights.broadcasting"))
+    judged = judged_by(directory) if points[0].startswith("judge.") else {}
     run = start_run(
         run={"num_steps": STEPS_OF_ONE_ROLE if is_taught else STEPS},
         evaluation=evaluation if is_evaluated else {},
@@ -77,7 +80,7 @@ def test_run_ends_by_itself_when_workers_kill_themselves_at(points: tuple[str, .
         trainer={"checkpoint_every": 3},
         weights={"transport": "gloo", "bucket_bytes": 4096, "overlap": True} if is_broadcast else {},
         workers={"advantage": 2},
-        reward={"function": f"{directory / 'reward.py'}:badly", "timeout_seconds": 1.0},
+        **{"reward": {"function": f"{directory / 'reward.py'}:badly", "timeout_seconds": 1.0}} | judged,
     )
     armed = [f"{point}=kill" for point in points]
     run.arm(*armed)

@@ -1,4 +1,4 @@
-"""Rollout workers come and go by the API while a run trains, and nothing is lost."""
+"""Rollout and judge workers come and go by the API while a run trains, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import signal
 import stat
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 from harness import FaultRun, assert_books_balance, command, environment
+from stage import judged_by
 
 from relax_events.control.scaling import ScaleState, Status
 from relax_events.events.parts import WorkerState
@@ -79,3 +81,30 @@ def test_rollout_goes_from_one_worker_to_three_and_back_under_load_and_loses_not
     assert run.until_ended(run.process) == 0
     ledger = assert_books_balance(run)
     assert (ledger["rollouts_regenerated"], ledger["outcomes"]["expired"], ledger["outcomes"]["failed"]) == (0, 0, 0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_judges_go_from_one_to_two_and_back_under_load_and_lose_nothing(start_run: Callable[..., FaultRun], directory: Path) -> None:
+    run = start_run(run={"num_steps": 40}, **judged_by(directory), **API)
+    run.start()
+    run.until_steps(2)
+    run.signal(signal.SIGSTOP, "trainer-0")  # so that there is work left, however long a worker takes to start
+    code, answer = scale(run, "out", "--model", "judge", "--to", "2")
+    assert (code, answer["selected_engines"]) == (0, ["judge-1"])
+    assert scale(run, "out", "--model", "judge", "--engine-url", "http://127.0.0.1:1")[0] != 0, "a server is the run file's to name"
+    run.until(lambda: run.is_ready("judge-1"), "a second judge is ready")
+    run.signal(signal.SIGCONT, "trainer-0")
+    assert until_over(run, answer["request_id"]) is Status.ACTIVE
+    run.until(lambda: run.state.workers["judge-1"].num_processed > 0, "it has judged")
+
+    run.signal(signal.SIGSTOP, "trainer-0")  # so that the run is not over before it has left
+    code, shrunk = scale(run, "in", "--model", "judge", "--to", "1", "--yes")
+    assert (code, shrunk["selected_engines"]) == (0, ["judge-1"])
+    assert until_over(run, shrunk["request_id"]) is Status.COMPLETED
+    assert set(run.living()) == set(run.worker_ids)
+    run.signal(signal.SIGCONT, "trainer-0")
+
+    assert run.until_ended(run.process) == 0
+    ledger = assert_books_balance(run)
+    assert (ledger["outcomes"]["expired"], ledger["outcomes"]["failed"]) == (0, 0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from relax_events.config import RunConfig
+from relax_events.config import JudgeConfig, RunConfig
 from relax_events.control import doctor
 from relax_events.control.doctor import Finding, PromptCheck, check_broker, check_disk, check_store, examine
 from relax_events.errors import CheckFailed, ConfigError, EnvironmentProblem, ObjectError, RewardError
@@ -41,10 +41,11 @@ def make_data(make_run_config: MakeRunConfig, tmp_path: Path) -> MakeRunConfig:
 
 def test_examine_reports_every_check_even_where_some_fail(make_data: MakeRunConfig) -> None:
     findings = examine(make_data(engine={"name": "vroom"}))
-    names = ["broker", "schema registry", "object store", "disk", "model", "teacher", "data", "reward", "roles", "metrics", "traces", "scaling API"]
+    names = ["broker", "schema registry", "object store", "disk", "model", "teacher", "judge", "data"]
+    names += ["reward", "roles", "metrics", "traces", "scaling API"]
     assert [finding.what for finding in findings] == names
     assert [finding.what for finding in findings if not finding.is_good] == ["model", "roles"]
-    assert findings[6] == Finding("data", True, f"1 prompts in {make_data().data.source}")
+    assert findings[7] == Finding("data", True, f"1 prompts in {make_data().data.source}")
 
 
 def test_embedded_broker_that_is_down_needs_java_alone(make_run_config: MakeRunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +91,17 @@ def test_reward_that_raises_is_found(make_data: MakeRunConfig) -> None:
     check.check_data(config)
     with pytest.raises(RewardError, match=r"judge.py:fails raised KeyError: 'no such judge'"):
         check.check_reward(config)
+
+
+def test_judge_s_own_samples_are_not_scored_by_rule(make_data: MakeRunConfig, tmp_path: Path) -> None:
+    judge = {"judge": JudgeConfig(model_path=tmp_path)}
+    assert PromptCheck().check_reward(make_data(reward={"function": "genrm"}).model_copy(update=judge)) == "the judge scores all samples"
+    by_level = {"function": f"{tmp_path / 'judge.py'}:fails", "routes": {"two": {"function": "genrm"}}, "route_key": "level"}
+    rows = tmp_path / "levels.jsonl"
+    rows.write_bytes(orjson.dumps({"prompt": "two and two?", "answer": "4", "level": "two"}))
+    check, config = PromptCheck(), make_data(data={"source": f"jsonl:{rows}"}, reward=by_level).model_copy(update=judge)
+    check.check_data(config)
+    assert check.check_reward(config).endswith("judge.py:fails loads; the first prompt is the judge's")
 
 
 def test_reward_that_can_not_be_loaded_is_found_without_prompts(make_data: MakeRunConfig) -> None:

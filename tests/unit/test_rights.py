@@ -46,10 +46,10 @@ def test_every_topic_but_the_dead_letters_has_a_reader() -> None:
         ("control.commands", {"controller"}),
         ("prompt.groups", {"prompter"}),
         ("rollout.samples", {"rollout"}),
-        ("reward.scores", {"reward"}),
+        ("reward.scores", {"reward", "judge"}),  # each for samples of its own
     ],
 )
-def test_decisions_have_one_writer(entity: str, writers: set[str]) -> None:
+def test_decisions_are_written_by_those_who_take_them(entity: str, writers: set[str]) -> None:
     assert allowed("write")[PLAN.topic(entity)] == writers
 
 

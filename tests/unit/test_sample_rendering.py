@@ -60,6 +60,7 @@ def test_sample_is_a_conversation_with_reward_and_outcome() -> None:
         components={"format": 0.25, "answer": 0.5},
         reward_name="judge.py:strict",
         reward_digest="abcdef0123456789",
+        judgement="It is a cat.\nScore: 1",
         seconds=0.125,
     )
     media = MediaRef("file:///objects/sha256/ab/abcd.png", bytes(32), "image/png", 120)
@@ -70,7 +71,7 @@ def test_sample_is_a_conversation_with_reward_and_outcome() -> None:
     shown = view(score, ended(outcome=Outcome.TRAINED, version=1), messages=messages, completion="a \x1bcat\non a mat", answer="cat")
     text = "\n".join(sample_text(detail(shown)))
     assert "system:\n    be brief\nuser:\n    [image/png, 120 bytes: file:///objects/sha256/ab/abcd.png]what is it?" in text
-    assert "completion:\n    a \\x1bcat\n    on a mat\nanswer:\n    cat" in text
+    assert "completion:\n    a \\x1bcat\n    on a mat\nanswer:\n    cat\njudgement:\n    It is a cat.\n    Score: 1\n" in text
     assert "0.75 (format 0.25, answer 0.5) by judge.py:strict (version abcdef012345) in 0.125 s" in text
     assert "trained in step 1, 0 versions behind; in version 2 and later" in text
 

@@ -43,7 +43,9 @@ def sample_row(view: SampleView, *, newest_version: int) -> str:
     sample, line = view.sample, view.line(newest_version)
     outcome = f"{line.outcome} in step {line.train_step}, {line.staleness:+d}" if line.train_step is not None else line.outcome
     cells = "".join(cell_html(*cell) for cell in _numbers(view, outcome))
-    return f"<tr><td>{escape(sample.sample_id.rpartition('/')[2])}</td>{cells}<td>{text_html(sample.completion)}</td></tr>"
+    judgement = view.score.judgement if view.score is not None else ""
+    judged = f'<div class="message"><b>judge</b>{text_html(judgement)}</div>' if judgement else ""
+    return f"<tr><td>{escape(sample.sample_id.rpartition('/')[2])}</td>{cells}<td>{text_html(sample.completion)}{judged}</td></tr>"
 
 
 def _numbers(view: SampleView, outcome: str) -> Iterator[tuple[str, bool]]:

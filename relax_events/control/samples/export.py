@@ -115,6 +115,7 @@ def sample_row(view: SampleView, *, newest_version: int, save: Callable[[MediaRe
         "reward_components": score.components if score else {},
         "reward_name": score.reward_name if score else None,
         "reward_digest": score.reward_digest if score else None,
+        "judgement": score.judgement if score else None,
         "reward_error": score.error if score else None,
     }
 

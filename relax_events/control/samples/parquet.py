@@ -27,6 +27,7 @@ COLUMNS = {
     "reward_components": pa.map_(pa.string(), pa.float64()),
     "reward_name": pa.string(),
     "reward_digest": pa.string(),
+    "judgement": pa.string(),
     "reward_error": pa.string(),
     "prompt": pa.string(),
     "messages": pa.list_(MESSAGE),

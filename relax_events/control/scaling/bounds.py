@@ -11,7 +11,7 @@ from relax_events.topics import TopicPlan
 
 DEFAULT_MODEL = "default"
 """The policy's engines: the rollout workers."""
-ELASTIC_ROLES = ("rollout", "reward", "reference", "actor-forward", "teacher")
+ELASTIC_ROLES = ("rollout", "reward", "judge", "reference", "actor-forward", "teacher")
 """Roles that take work from a queue or from partitions, so that one more shares it and one less leaves it to the others."""
 CONFIRM_SECONDS = 30.0
 """How long after its deadline the end of a worker may be told."""

@@ -19,9 +19,9 @@ def role_inputs(config: RunConfig) -> dict[str, list[str]]:
     if config.is_replay:
         return {}
     roles = config.roles()
-    samples = {role: ["rollout.samples"] for role in ("reward", *TOPIC_OF_ROLE) if role in roles}
+    samples = {role: ["rollout.samples"] for role in ("reward", "judge", *TOPIC_OF_ROLE) if role in roles}
     evaluated = [entity for role, entity in TOPIC_OF_ROLE.items() if role in roles]
-    scores = ["reward.scores"] if "reward" in roles else []
+    scores = ["reward.scores"] if config.algorithm.has_rewards else []
     inputs = samples | {"advantage": ["rollout.samples", *scores, *evaluated], "trainer": ["advantage.samples"]}
     if config.broker.lease == "consumer_group":
         inputs["rollout"] = ["prompt.groups"]

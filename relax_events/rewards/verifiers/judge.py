@@ -1,9 +1,12 @@
-"""Rewards from a language model that judges, behind the chat interface that inference servers share (POST .../v1/chat/completions)."""
+"""Rewards from a language model that judges: one behind the chat interface that inference servers share (POST .../v1/chat/completions), or
+the judge role's own.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from string import Template
@@ -14,6 +17,7 @@ from relax_events.rewards.declaring import declares
 from relax_events.rewards.verifiers.answers import final_text
 from relax_events.rewards.verifiers.http_service import import_client, post_json
 
+MAX_SCORE = 10.0
 DEFAULT_RUBRIC = "Is the answer correct, complete, and does it do what was asked?"
 RUBRIC_TEMPLATE = Template(
     "You grade answers.\n\n[Question]\n$prompt\n\n[Criteria]\n$rubric\n\n[Answer to grade]\n$completion\n\n"
@@ -33,6 +37,33 @@ BUILT_IN = {"rubric": RUBRIC_TEMPLATE, "reference": REFERENCE_TEMPLATE, "pair": 
 SCORE_LINE = re.compile(r"^[\s*_>#-]*Score[\s*_]*:[\s*_]*(-?\d+(?:\.\d+)?)", re.IGNORECASE | re.MULTILINE)
 VERDICT_LINE = re.compile(r"^[\s*_>#-]*Verdict[\s*_]*:[\s*_]*(A|B|tie)\b", re.IGNORECASE | re.MULTILINE)
 WORTH = {"a": 1.0, "b": 0.0, "tie": 0.5}
+
+
+@dataclass(frozen=True, slots=True)
+class Grading:
+    """How a judge is asked for its opinion of one sample, and how that is read: the options that `genrm` has whoever judges."""
+
+    template: Template = RUBRIC_TEMPLATE
+    rubric: str = DEFAULT_RUBRIC
+    max_score: float = MAX_SCORE
+
+    def question(self, completion: str, *, answer: str, metadata: Mapping[str, Any], prompt: str) -> str:
+        """Return what the judge is asked about a completion; its reasoning is not shown."""
+        return self.template.safe_substitute(
+            prompt=prompt,
+            answer=answer,
+            completion=final_text(completion),
+            rubric=metadata.get("rubric", self.rubric),
+            max_score=f"{self.max_score:g}",
+        )
+
+    def score(self, judgement: str) -> float:
+        """Return the score at the end of a judgement, between 0 and 1.
+
+        Raises:
+            RewardError: There is none, or it is out of range.
+        """
+        return read_score(final_text(judgement), max_score=self.max_score)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +106,7 @@ async def genrm(
     model: str = "",
     template: str = "rubric",
     rubric: str = DEFAULT_RUBRIC,
-    max_score: float = 10.0,
+    max_score: float = MAX_SCORE,
     temperature: float = 0.0,
     max_tokens: int = 1024,
     request_seconds: float = 60.0,
@@ -91,10 +122,8 @@ async def genrm(
         RewardError: The judge did not answer, or its answer holds no score in range: a failure, never a 0.
     """
     judge = Judge(url, model, temperature, max_tokens, request_seconds, retries, token_variable)
-    question = load_template(template).safe_substitute(
-        prompt=prompt, answer=answer, completion=final_text(completion), rubric=metadata.get("rubric", rubric), max_score=f"{max_score:g}"
-    )
-    return read_score(await judge.ask(question), max_score=max_score)
+    grading = Grading(load_template(template), rubric, max_score)
+    return grading.score(await judge.ask(grading.question(completion, answer=answer, metadata=metadata, prompt=prompt)))
 
 
 @declares(source="LLM-as-a-judge (arXiv 2306.05685), pairwise comparison with both orders", packages=("httpx2",), prepare=import_client)

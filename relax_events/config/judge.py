@@ -1,0 +1,82 @@
+"""The section `judge`: the model whose opinion is a reward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from relax_events.config.base import Positive, Section
+from relax_events.config.generation import EngineConfig, ModelConfig, SamplingConfig
+
+if TYPE_CHECKING:
+    from relax_events.config.sections import RunConfig
+
+JUDGED = "genrm"
+"""The reward function whose samples the judge role scores."""
+
+
+class JudgeSamplingConfig(SamplingConfig):
+    """How a judgement is drawn."""
+
+    temperature: Annotated[float, Field(gt=0)] = 0.2
+    """Divides the logits."""
+    max_new_tokens: Positive = 1024
+    """Ends a judgement; one that has come to no score by then can't be read."""
+
+
+class JudgeEngineConfig(EngineConfig):
+    """The inference engine of a judge worker. `max_prompt_groups` is of no meaning here."""
+
+    max_running_samples: Positive = 64
+    """Judgements that one worker writes side by side."""
+    max_context_tokens: Positive = 8192
+    """Question and judgement together; a sample whose question is longer fails with a reason."""
+    sampling: JudgeSamplingConfig = JudgeSamplingConfig()
+    """Sampling of judgements."""
+
+
+class JudgeConfig(Section):
+    """The judging model. With `model_path` the judge role holds it on engines of its own and scores what `genrm` is the reward function of.
+
+    What is asked stands in `reward.options`: `template`, `rubric` and `max_score`, as for `genrm` with the `url` of a server.
+    """
+
+    model_path: Path | None = None
+    """A folder in Hugging Face layout: config, safetensors, tokenizer with a chat template. It need not have the policy's tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights."""
+    device: str = "auto"
+    """`auto` takes a GPU where there is one, else the CPU."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """Attention implementation of the model."""
+    chat_template_options: dict[str, Any] = Field(default_factory=dict)
+    """Variables for its chat template, such as `enable_thinking = false`."""
+    unreadable: Literal["fail", "zero"] = "fail"
+    """What becomes of a sample whose judgement holds no score in range: scoring it has failed, or its reward is 0."""
+    engine: JudgeEngineConfig = JudgeEngineConfig()
+    """The engine of each worker: `name = "sglang"` starts a server, or attaches to the one at `sglang.url`."""
+
+    def as_model(self, path: Path) -> ModelConfig:
+        """Return the judge as code takes it that loads any model."""
+        return ModelConfig.model_validate({"path": path, "dtype": self.dtype, "device": self.device, "attention": self.attention})
+
+
+def check_judge(config: RunConfig) -> None:
+    """Refuse a judge that nobody asks, or that stands beside another one.
+
+    Raises:
+        ValueError: So it is; the text names the keys.
+    """
+    if not config.has_judge:
+        return
+    reward = config.reward
+    if not config.judged_sources:
+        rule = f"judge.model_path is of no use with reward.function = {reward.function!r}"
+        raise ValueError(f"{rule}, which asks no judge; set reward.function = '{JUDGED}', or leave judge.model_path out")
+    if any("url" in reward.chosen[source].options for source in config.judged_sources):
+        remedy = "leave url out, and set judge.engine.sglang.url to attach to a server of your own"
+        raise ValueError(f"reward.options.url and judge.model_path name two judges; {remedy}")
+    if any(dataset.reward is None for dataset in config.evaluation.datasets):
+        raise ValueError("the judge scores what is trained, not evaluations; give evaluation.datasets a reward of their own")

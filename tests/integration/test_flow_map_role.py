@@ -1,0 +1,146 @@
+"""A map role that works on many samples side by side answers them as they are done, and what it leaves undone its successor does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+from broker_steps import TIMEOUT_SECONDS, turn_until
+from event_samples import rolled_out, scored
+
+from relax_events.broker.admin import Admin
+from relax_events.broker.connection import Connection
+from relax_events.broker.consumer import LogReader
+from relax_events.broker.producer import RecordProducer
+from relax_events.broker.records import OutRecord
+from relax_events.config import RunConfig
+from relax_events.events.codec import EventCodec
+from relax_events.events.types import SampleRolledOut, SampleScored
+from relax_events.objects import ObjectStore
+from relax_events.pipeline.flow_map_role import Done, FlowMapRole, Key
+from relax_events.pipeline.worker import Worker
+from relax_events.topics import TopicPlan
+from workers.opening import StoreClaimCheck
+
+CODEC = EventCodec()
+GROUP = "000000-0000-0"
+NAMES = [f"{GROUP}/{index}" for index in range(3)]
+
+
+class Holding:
+    """Work that is done once its sample's index is released."""
+
+    def __init__(self) -> None:
+        self.room = 8
+        self.released: set[int] = set()
+        self.held: dict[Key, SampleRolledOut] = {}
+        self.worker: Worker
+
+    @property
+    def progress(self) -> int:
+        return len(self.held)
+
+    def begin(self, key: Key, sample: SampleRolledOut) -> None:
+        self.held[key] = sample
+
+    def poll(self, *, timeout_seconds: float) -> list[Done]:
+        done = [key for key, sample in self.held.items() if sample.sample_index in self.released]
+        threading.Event().wait(0.0 if done else timeout_seconds / 10)
+        return [(key, (self._answer(self.held.pop(key)),)) for key in done]
+
+    def drop(self, keys: Collection[Key]) -> None:
+        for key in keys:
+            self.held.pop(key, None)
+
+    def _answer(self, sample: SampleRolledOut) -> OutRecord:
+        version = sample.policy_version
+        event = scored(sample.prompt_group_id, sample.sample_index, version=version)
+        return self.worker.sample_record("reward.scores", event, prompt_group_id=sample.prompt_group_id, policy_version=version)
+
+
+@pytest.fixture
+def config(apply_run: Callable[..., RunConfig]) -> RunConfig:
+    return apply_run(broker={"shards": 1}, workers={"drain_seconds": 0.5, "beat_seconds": 0.2})
+
+
+@pytest.fixture
+def plan(config: RunConfig) -> TopicPlan:
+    return TopicPlan.of(config)
+
+
+@pytest.fixture
+def role(config: RunConfig, tmp_path: Path) -> Callable[[Holding], AbstractContextManager[None]]:
+    """Return what runs the judge role with this work, until the block ends."""
+
+    @contextmanager
+    def run(flow: Holding) -> Iterator[None]:
+        store = ObjectStore.open((tmp_path / "objects").as_uri())
+        with Worker("judge", config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)) as flow.worker:
+            thread = threading.Thread(target=FlowMapRole(flow.worker, flow).run)
+            thread.start()
+            try:
+                yield
+            finally:
+                flow.worker.drain.start()
+                thread.join(TIMEOUT_SECONDS)
+                assert not thread.is_alive()
+
+    return run
+
+
+@pytest.fixture
+def written(producer: RecordProducer, plan: TopicPlan) -> None:
+    """Write three samples into one partition."""
+    producer.write(
+        OutRecord(plan.topic("rollout.samples"), CODEC.encode(sample), key=GROUP, partition=plan.partition(GROUP, 0), headers={"policy-version": "0"})
+        for sample in (rolled_out(GROUP, index, of=3) for index in range(3))
+    )
+
+
+def answered(connection: Connection, plan: TopicPlan) -> list[str]:
+    reader = LogReader(connection)
+    try:
+        records = reader.read_to_end([(plan.topic("reward.scores"), plan.partition(GROUP, 0))])
+    finally:
+        reader.close()
+    return [event.sample_id for record in records if isinstance(event := CODEC.decode(record.value), SampleScored)]
+
+
+def committed(admin: Admin, plan: TopicPlan) -> int:
+    place = (plan.topic("rollout.samples"), plan.partition(GROUP, 0))
+    return admin.committed(plan.consumer_group("judge"), [place]).get(place, 0)
+
+
+@pytest.mark.usefixtures("written")
+def test_answers_overtake_one_another_and_the_offset_waits_for_the_oldest(
+    role: Callable[[Holding], AbstractContextManager[None]], plan: TopicPlan, connection: Connection, admin: Admin
+) -> None:
+    flow = Holding()
+    flow.released = {2}
+    with role(flow):
+        turn_until(lambda: answered(connection, plan) == NAMES[2:])
+        flow.released = {0, 2}
+        turn_until(lambda: answered(connection, plan) == [NAMES[2], NAMES[0]])
+        turn_until(lambda: committed(admin, plan) == 1)
+        flow.released = {0, 1, 2}
+        turn_until(lambda: committed(admin, plan) == 3)
+    assert sorted(answered(connection, plan)) == NAMES
+
+
+@pytest.mark.usefixtures("written")
+def test_what_is_undone_when_the_drain_is_over_is_done_by_the_next(
+    role: Callable[[Holding], AbstractContextManager[None]], plan: TopicPlan, connection: Connection, admin: Admin
+) -> None:
+    flow = Holding()
+    flow.released = {0, 2}
+    with role(flow):
+        turn_until(lambda: sorted(answered(connection, plan)) == [NAMES[0], NAMES[2]])
+    assert committed(admin, plan) == 1
+    successor = Holding()
+    successor.released = {0, 1, 2}
+    with role(successor):
+        turn_until(lambda: committed(admin, plan) == 3)
+    assert sorted(answered(connection, plan)) == [*NAMES, NAMES[2]], "the last one again, and the join keeps the first copy"

@@ -1,0 +1,174 @@
+"""A map role that answers samples as they are done: what it commits meanwhile, and what it lets go. Worker, consumer and work are stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from event_samples import published, rolled_out
+
+from relax_events.broker.deadline import Deadline
+from relax_events.broker.records import OutRecord, Record
+from relax_events.events.parts import TopicOffset
+from relax_events.events.types import SampleRolledOut
+from relax_events.pipeline import map_role
+from relax_events.pipeline.drain import Drain
+from relax_events.pipeline.flow_map_role import Done, FlowMapRole, Key
+from relax_events.telemetry.traces import Traces
+
+pytestmark = pytest.mark.unit
+SAMPLES = "rollout.samples"
+GROUP = "000000-0000-0"
+
+
+class Stage:
+    """A role with the records that wait for it, and what it began, sent and committed. `done` is what the work gives next."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waiting: list[Record] = []
+        self.begun: list[Key] = []
+        self.done: list[Done] = []
+        self.dropped: list[Key] = []
+        self.said: list[str] = []
+        self.committed: list[dict[int, int]] = []
+        self.fetches: list[tuple[int, bool]] = []
+        self.drain = Drain(seconds=60)
+        self.room, self.progress = 2, 0
+        consumer = SimpleNamespace(commit=self._commit, fetch=self._fetch, positions={}, seek=lambda *_: None, close=lambda: None)
+        monkeypatch.setattr(map_role, "GroupConsumer", lambda *_, **__: consumer)
+        self.metrics = SimpleNamespace(num_expired=0)
+        self.metrics.expired = lambda count: setattr(self.metrics, "num_expired", self.metrics.num_expired + count)
+        self.worker: Any = SimpleNamespace(
+            role="judge",
+            connection=None,
+            paused=False,
+            plan=SimpleNamespace(topic=lambda entity: entity, consumer_group=lambda role: role),
+            config=SimpleNamespace(run=SimpleNamespace(max_staleness=0)),
+            control=SimpleNamespace(policy_version=0),
+            drain=self.drain,
+            producer=SimpleNamespace(send=self.said.append, flush=lambda: self.said.append("flush")),
+            metrics=self.metrics,
+            beats=SimpleNamespace(num_in_flight=0, advance_to=lambda _: None),
+            is_expired=lambda version: version is not None and version < self.worker.control.policy_version,
+            decode=lambda record: None if record.value == b"garbage" else rolled_out(GROUP, record.offset, version=record.policy_version, of=9),
+            await_published=lambda _: None,
+            tombstone=lambda key, *_: f"end {key}",
+            dead_letter=lambda record, _: None,
+            finished=lambda count, _: self.said.append(f"finished {count}"),
+            tick=lambda *, working: None,
+            follow=lambda *_: None,
+            traces=Traces(),
+            reads=lambda _: None,
+        )
+        self.role = FlowMapRole(self.worker, self)
+
+    def begin(self, key: Key, sample: SampleRolledOut) -> None:
+        assert sample.sample_index == key[2]
+        self.begun.append(key)
+
+    def poll(self, *, timeout_seconds: float) -> list[Done]:
+        done, self.done = self.done, []
+        return done
+
+    def drop(self, keys: Collection[Key]) -> None:
+        self.dropped += keys
+
+    def _fetch(self, max_records: int, *, timeout_seconds: float) -> list[Record]:
+        self.fetches.append((max_records, timeout_seconds > 0))
+        found, self.waiting = self.waiting[:max_records], self.waiting[max_records:]
+        return found
+
+    def _commit(self, offsets: list[TopicOffset], *, wait: Deadline | None = None) -> None:
+        self.said.append("commit")
+        self.committed.append({offset.partition: offset.offset for offset in offsets})
+
+    def write(self, *offsets: int, partition: int = 0, version: int = 0, value: bytes = b"sample") -> None:
+        self.waiting += [Record(SAMPLES, partition, offset, GROUP, value, {"policy-version": str(version)}, 0) for offset in offsets]
+
+    def turn(self, *answered: int, partition: int = 0) -> None:
+        """Take a turn in which the samples of these offsets come out done."""
+        answers: list[Any] = [((SAMPLES, partition, offset), [f"answer {offset}"]) for offset in answered]
+        self.done += answers
+        self.role._turn(takes=not self.worker.paused)
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    return Stage(monkeypatch)
+
+
+def test_answers_go_out_as_they_are_done_and_offsets_wait_for_the_oldest(stage: Stage) -> None:
+    stage.write(0, 1, 2)
+    stage.turn()
+    assert (stage.begun, stage.committed) == ([(SAMPLES, 0, 0), (SAMPLES, 0, 1)], [{0: 0}]), "there is room for two"
+    stage.turn(1)
+    assert stage.said[-2:] == ["answer 1", "finished 1"], "nothing to commit: the first is at work"
+    stage.said.clear()
+    stage.turn(0)
+    assert stage.said == ["answer 0", "flush", "commit", "finished 1"], "an answer is safe before its input is committed"
+    assert stage.committed[1:] == [{0: 2}]
+
+
+def test_nothing_is_fetched_without_room_and_nobody_waits_for_records_while_there_is_work(stage: Stage) -> None:
+    stage.write(0)
+    stage.turn()
+    stage.turn()
+    assert stage.fetches == [(2, True), (2, False)]
+    stage.room = 0
+    stage.turn()
+    stage.worker.paused, stage.room = True, 2
+    stage.turn()
+    assert len(stage.fetches) == 2
+
+
+def test_what_can_t_be_used_holds_nothing_up(stage: Stage) -> None:
+    stage.room = 9
+    stage.worker.control.policy_version = 1
+    stage.write(0, version=0)
+    stage.write(1, version=1, value=b"garbage")
+    stage.write(2, version=1)
+    stage.turn()
+    assert (stage.begun, stage.committed, stage.metrics.num_expired) == ([(SAMPLES, 0, 2)], [{0: 2}], 1)
+    assert f"end {GROUP}" in stage.said
+
+
+def test_work_on_what_leaves_the_window_is_given_up(stage: Stage) -> None:
+    stage.write(0)
+    stage.write(1, version=1)
+    stage.turn()
+    stage.worker.control.policy_version = 1
+    stage.role._note_version(published(1))
+    stage.turn()
+    assert (stage.dropped, stage.metrics.num_expired) == ([(SAMPLES, 0, 0)], 1)
+    stage.turn(0, 1)
+    assert "answer 0" not in stage.said
+    assert stage.committed[-1] == {0: 2}
+
+
+def test_partition_that_goes_takes_its_work_along(stage: Stage) -> None:
+    stage.room = 9
+    stage.write(4, 5)
+    stage.write(7, partition=1)
+    stage.turn()
+    stage.role._give_back([TopicOffset(SAMPLES, 0, 6)], Deadline(1.0))
+    assert stage.dropped == [(SAMPLES, 0, 4), (SAMPLES, 0, 5)]
+    stage.turn(4)
+    assert "answer 4" not in stage.said
+    stage.turn(7, partition=1)
+    assert stage.committed == [{0: 4, 1: 7}, {0: 4, 1: 7}, {1: 8}]
+    stage.write(4)
+    stage.turn()
+    stage.turn(4)
+    assert stage.committed[3:] == [{0: 4}, {0: 5}], "a partition that comes back begins anew"
+
+
+def test_drain_takes_nothing_new_and_finishes_what_is_at_work(stage: Stage) -> None:
+    stage.write(0)
+    stage.turn()
+    stage.write(1)
+    stage.drain.start()
+    stage.done = [((SAMPLES, 0, 0), [OutRecord("reward.scores", b"score")])]
+    stage.role.run()
+    assert (stage.begun, len(stage.fetches), stage.committed[-1]) == ([(SAMPLES, 0, 0)], 1, {0: 1})

@@ -1,0 +1,276 @@
+"""What the judge role asks, and what it makes of judgements: the engine says what the test wants, the tokenizer is a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from event_samples import rolled_out
+from pydantic import ValidationError
+
+from relax_events.config import RunConfig
+from relax_events.control.requirements import require_judge, require_roles
+from relax_events.control.scaling import Bounds
+from relax_events.control.topics.role_inputs import role_inputs
+from relax_events.data.rendering import judge_renderer
+from relax_events.engines.protocol import EngineUsage, GeneratedSample, GenerationRequest
+from relax_events.errors import ConfigError, PoisonSample
+from relax_events.events.parts import FinishReason, VersionSegment
+from relax_events.events.types import SampleScored
+from relax_events.rewards.judging import load_judged
+from relax_events.topics import TopicPlan
+from tests.unit.trainer_samples import tiny_model
+from workers.judge import Judging, open_judge
+from workers.reward import Scoring
+
+pytestmark = pytest.mark.unit
+MakeRunConfig = Callable[..., RunConfig]
+SAMPLES = "rollout.samples"
+KEYS = [(SAMPLES, 0, offset) for offset in range(4)]
+BY_ROUTE = {"function": "exact_match", "routes": {"essay": {"function": "genrm", "options": {"max_score": 1}}}}
+
+
+class Speaking:
+    """An engine that writes down what it is asked, and says what it is told to."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.renderer = judge_renderer(config.judge, config.data)
+        self.asked: list[GenerationRequest] = []
+        self.aborted: list[str] = []
+        self.saying: list[GeneratedSample] = []
+        self.refuses, self.num_tokens, self.usage = False, 0, EngineUsage()
+
+    def submit(self, request: GenerationRequest) -> None:
+        if self.refuses:
+            raise PoisonSample("the prompt is too long")
+        self.asked.append(request)
+
+    def say(self, text: str, *, to: int = -1, reason: FinishReason = FinishReason.STOP, error: str = "") -> None:
+        tokens = self.renderer.answer_tokens(text)
+        name = self.asked[to].prompt_group_id
+        fields = {"tokens": tokens, "logprobs": np.zeros(len(tokens), np.float32), "segments": (VersionSegment(0, len(tokens)),)}
+        self.saying.append(GeneratedSample(sample_id=name, prompt_group_id=name, finish_reason=reason, error=error, **fields))  # type: ignore[arg-type]
+
+    def poll(self, *, timeout_seconds: float) -> list[GeneratedSample]:
+        said, self.saying = self.saying, []
+        return said
+
+    def abort(self, sample_ids: Collection[str]) -> list[GeneratedSample]:
+        self.aborted += sample_ids
+        return []
+
+    def question(self, index: int = -1) -> str:
+        return self.renderer.completion_text(self.asked[index].prompt_tokens)
+
+
+class Stage:
+    """A judge with its engine, and the outcomes that it counted."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.engine: Any = Speaking(config)
+        self.counted: list[str] = []
+        engine = SimpleNamespace(spent=lambda activity, seconds: None)
+        metrics = SimpleNamespace(tokens=lambda count: None, scored=self.counted.append, engine=engine)
+        worker: Any = SimpleNamespace(config=config, metrics=metrics, sample_record=lambda topic, event, **_: (topic, event))
+        worker.beats, worker.with_beats = SimpleNamespace(reports=lambda figures: None), lambda look: None
+        self.judging = Judging(worker, self.engine, load_judged(config))
+
+    def answers(self) -> list[SampleScored]:
+        records: list[Any] = [record for _, records in self.judging.poll(timeout_seconds=0) for record in records]
+        assert {topic for topic, _ in records} <= {"reward.scores"}
+        return [event for _, event in records]
+
+
+@pytest.fixture
+def make_stage(make_run_config: MakeRunConfig) -> Callable[..., Stage]:
+    def make(*, reward: dict[str, Any] | None = None, **judge: Any) -> Stage:
+        return Stage(make_run_config(reward=reward or {"function": "genrm"}, judge={"model_path": tiny_model(), **judge}))
+
+    return make
+
+
+def test_question_is_the_template_in_the_judge_s_own_chat_template(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(reward={"function": "genrm", "options": {"template": "reference", "max_score": 1}}, engine={"sampling": {"top_k": 1}})
+    stage.judging.begin(KEYS[0], rolled_out(completion="<think>hm</think>four", answer="4", metadata='{"rubric": "none"}'))
+    question, request = stage.engine.question(), stage.engine.asked[0]
+    assert "[Question]\nsay hi\n\n[Reference]\n4\n\n[Answer to check]\nfour\n" in question
+    assert "Score: 1 if it agrees" in question
+    assert "hm" not in question
+    assert (request.sampling.top_k, request.sampling.max_new_tokens) == (1, 1024)
+    assert request.stop_token_ids == stage.engine.renderer.stop_token_ids
+
+
+def test_score_is_read_from_the_last_line_and_its_text_is_kept(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage()
+    stage.judging.begin(KEYS[0], rolled_out(index=0))
+    stage.judging.begin(KEYS[1], rolled_out(index=1))
+    assert stage.judging.room == 62
+    stage.engine.say("Score: 1 would be unfair.\nScore: 7.5", to=1)
+    (scored,) = stage.answers()
+    assert (scored.sample_id, scored.reward, scored.components, scored.reward_name) == (rolled_out(index=1).sample_id, 0.75, {}, "genrm")
+    assert scored.judgement == "Score: 1 would be unfair.\nScore: 7.5"
+    assert scored.error is None
+    assert (stage.judging.room, stage.counted) == (63, ["scored"])
+
+
+def test_sample_is_judged_alike_whenever_and_by_whomever(make_stage: Callable[..., Stage], make_run_config: MakeRunConfig) -> None:
+    seeds = []
+    for _ in range(2):
+        stage = make_stage()
+        for index in (0, 1):
+            stage.judging.begin(KEYS[index], rolled_out(index=index))
+        seeds.append([request.samples[0].seed for request in stage.engine.asked])
+    assert seeds[0] == seeds[1]
+    assert seeds[0][0] != seeds[0][1]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "error"),
+    [
+        ("I refuse.", FinishReason.STOP, "the judge's answer has no line 'Score: N': 'I refuse.'"),
+        ("Score: 11", FinishReason.STOP, "the judge's score must be between 0 and 10, got 11"),
+        ("Well", FinishReason.LENGTH, "'Well'; it was cut off after 5 tokens, see judge.engine.sampling.max_new_tokens"),
+    ],
+)
+def test_judgement_without_a_score_is_a_failure_or_a_zero(text: str, reason: FinishReason, error: str, make_stage: Callable[..., Stage]) -> None:
+    for unreadable, reward in (("fail", None), ("zero", 0.0)):
+        stage = make_stage(unreadable=unreadable)
+        stage.judging.begin(KEYS[0], rolled_out())
+        stage.engine.say(text, reason=reason)
+        (scored,) = stage.answers()
+        assert (scored.reward, scored.judgement, stage.counted) == (reward, text, ["unreadable"])
+        assert (scored.error is None) == (unreadable == "zero")
+        assert unreadable == "zero" or error in str(scored.error)
+
+
+def test_sample_that_can_t_be_judged_has_failed_whatever_becomes_of_unreadable_ones(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(unreadable="zero")
+    stage.judging.begin(KEYS[0], rolled_out(metadata="{"))
+    stage.engine.refuses = True
+    stage.judging.begin(KEYS[1], rolled_out())
+    stage.engine.refuses = False
+    stage.judging.begin(KEYS[2], rolled_out())
+    stage.engine.say("Score: 1", reason=FinishReason.ERROR, error="the server is gone")
+    errors = [scored.error for scored in stage.answers()]
+    assert str(errors[0]).startswith("the judge can't be asked: the sample's metadata is no JSON: ")
+    assert errors[1:] == ["the judge can't be asked: the prompt is too long", "the judge's engine failed: the server is gone"]
+    assert stage.counted == ["failed"] * 3
+
+
+def test_dropped_samples_are_aborted_and_never_answered(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage()
+    for index in (0, 1):
+        stage.judging.begin(KEYS[index], rolled_out(index=index))
+    stage.judging.drop(KEYS[:1])
+    assert stage.engine.aborted == [stage.engine.asked[0].prompt_group_id]
+    stage.engine.say("Score: 1", to=0)
+    stage.engine.say("Score: 2", to=1)
+    assert [scored.reward for scored in stage.answers()] == [0.2]
+
+
+def test_judge_of_the_run_s_own_writes_side_by_side_and_alike(make_run_config: MakeRunConfig) -> None:
+    engine = {"max_context_tokens": 1024, "max_running_samples": 4, "sampling": {"max_new_tokens": 6, "temperature": 1.0}}
+    judge = {"model_path": tiny_model(), "unreadable": "zero", "device": "cpu", "engine": engine}
+    config, told = make_run_config(reward={"function": "genrm"}, judge=judge), []
+    for order in ([0, 1, 2], [2, 0, 1]):
+        stage = Stage(config)
+        stage.judging._engine = opened = open_judge(config)
+        for index in order:
+            stage.judging.begin(KEYS[index], rolled_out(index=index))
+        assert stage.judging.room == 1
+        answers: list[SampleScored] = []
+        while len(answers) < 3:
+            answers += stage.answers()
+        assert stage.judging.progress > 0
+        told.append({scored.sample_id: scored.judgement for scored in answers})
+        opened.close()
+    assert told[0] == told[1]
+    assert len(set(told[0].values())) == 3, "each sample has a seed of its own"
+
+
+def test_each_sample_is_scored_by_one_role(make_stage: Callable[..., Stage], make_run_config: MakeRunConfig) -> None:
+    samples = [rolled_out(index=index, metadata=metadata) for index, metadata in enumerate(('{"data_source": "essay"}', "{}", '{"data_source": 3}'))]
+    stage = make_stage(reward=BY_ROUTE)
+    for key, sample in zip(KEYS, samples, strict=False):
+        stage.judging.begin(key, sample)
+    stage.engine.say("Score: 1")
+    assert [(scored.sample_id, scored.reward) for scored in stage.answers()] == [(samples[0].sample_id, 1.0)]
+
+    config = make_run_config(reward=BY_ROUTE, judge={"model_path": tiny_model()})
+    assert config.computed_reward is not None
+    assert config.computed_reward.routes == {}
+    scoring = Scoring(SimpleNamespace(config=config), SimpleNamespace())  # type: ignore[arg-type]
+    assert [scoring._is_ours(sample) for sample in samples] == [False, True, True]
+    assert {"reward", "judge"} <= config.roles().keys()
+    turned = {"function": "genrm", "routes": {"sum": {"function": "gsm8k"}, "essay": {"function": "genrm"}}}
+    computed = make_run_config(reward=turned, judge={"model_path": tiny_model()}).computed_reward
+    assert computed is not None
+    assert (computed.function, list(computed.routes)) == ("gsm8k", ["sum"])
+
+
+def test_judge_takes_the_place_of_the_reward_role(make_run_config: MakeRunConfig) -> None:
+    config = make_run_config(reward={"function": "genrm"}, judge={"model_path": tiny_model()}, workers={"judge": 2}, broker={"shards": 4})
+    assert config.roles()["judge"] == 2
+    assert "reward" not in config.roles()
+    assert "judge x 2" in require_roles(config)
+    inputs = role_inputs(config)
+    assert inputs["judge"] == [SAMPLES]
+    assert "reward.scores" in inputs["advantage"]
+    pool = Bounds.of(config, is_supervised=True).pools["judge"]
+    assert (pool.num_at_start, pool.max_workers) == (2, TopicPlan.of(config).num_sample_partitions)
+    assert "judge" not in make_run_config().roles()
+    assert "judge" not in make_run_config(judge={"model_path": tiny_model()}, reward={"function": "genrm"}, source={"run": "old"}).roles()
+
+
+@pytest.mark.parametrize(
+    ("sections", "error"),
+    [
+        ({"reward": {"function": "math"}}, "judge.model_path is of no use with reward.function = 'math', which asks no judge; set reward.function"),
+        ({"reward": {"function": "genrm", "options": {"url": "http://j"}}}, "reward.options.url and judge.model_path name two judges; leave url out"),
+        (
+            {"reward": {"function": "genrm"}, "evaluation": {"datasets": [{"name": "a", "source": "jsonl:unused"}]}},
+            "the judge scores what is trained, not evaluations; give evaluation.datasets a reward of their own",
+        ),
+        (
+            {"reward": {"function": "genrm"}, "judge": {"engine": {"name": "sglang"}}, "health": {"stuck_seconds": 700}},
+            "health.stuck_seconds must be above 720, got 700: for judge.engine.sglang.stall_seconds",
+        ),
+    ],
+)
+def test_judge_that_does_not_fit_the_run_is_refused(sections: dict[str, Any], error: str, make_run_config: MakeRunConfig) -> None:
+    sections["judge"] = sections.get("judge", {}) | {"model_path": tiny_model()}
+    with pytest.raises(ValidationError, match=error):
+        make_run_config(**sections)
+
+
+def test_judge_is_looked_at_before_the_run_starts(make_run_config: MakeRunConfig, tmp_path: Any) -> None:
+    def config(path: Any = None, **reward: Any) -> RunConfig:
+        return make_run_config(reward={"function": "genrm"} | reward, judge={"model_path": path or tiny_model()})
+
+    assert require_judge(config()) == f"{tiny_model()} on engine transformers"
+    assert require_judge(make_run_config()) == "none: judge.model_path is not given"
+    both = make_run_config(reward=BY_ROUTE, judge={"model_path": tiny_model()})
+    assert require_judge(both) == f"{tiny_model()} on engine transformers, for 1 of 2 sources"
+    with pytest.raises(ConfigError, match=r"judge.model_path .* holds no config.json with \*.safetensors"):
+        require_judge(config(tmp_path))
+    with pytest.raises(ConfigError, match=r"reward.options.temperature is of a judge behind a server, and judge.model_path gives the run one"):
+        require_judge(config(options={"temperature": 0.5}))
+    with pytest.raises(ConfigError, match=r"reward.options.template must be rubric, reference, pair or a text"):
+        require_judge(config(options={"template": "grade"}))
+    with pytest.raises(ConfigError, match=r"reward.weights names accuracy, and a judge gives reward alone"):
+        load_judged(config(weights={"accuracy": 1.0}))
+    with pytest.raises(ConfigError, match=r"the judge role has no model; set judge.model_path"):
+        open_judge(make_run_config())
+
+
+def test_version_of_the_reward_is_that_of_template_model_and_sampling(make_run_config: MakeRunConfig) -> None:
+    def digest(*, options: dict[str, Any] | None = None, **judge: Any) -> str:
+        config = make_run_config(reward={"function": "genrm", "options": options or {}}, judge={"model_path": tiny_model(), **judge})
+        return load_judged(config)[None].digest
+
+    digests = [digest(), digest(), digest(options={"rubric": "Is it kind?"}), digest(engine={"sampling": {"top_k": 1}}), digest(unreadable="zero")]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 4

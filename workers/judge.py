@@ -1,0 +1,184 @@
+"""The judge role: what a model of the run's own thinks of every sample.
+
+Consumes rollout.samples, produces SampleScored on reward.scores: for the samples whose reward function is `genrm`, in place of the reward
+role. A worker writes many judgements side by side, on an engine of its own; whichever is done first is on the log first. A judgement
+without a score fails its sample, with its text, or is a 0 (`judge.unreadable`); a sample that the judge can't be asked about has failed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+import orjson
+import structlog
+
+from relax_events.broker.records import OutRecord
+from relax_events.config import RunConfig
+from relax_events.config.judge import JUDGED
+from relax_events.data.rendering import judge_renderer
+from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
+from relax_events.errors import ConfigError, PoisonSample, RewardError
+from relax_events.events.parts import ChatMessage, FinishReason
+from relax_events.events.types import SampleRolledOut
+from relax_events.pipeline.failpoints import failpoint
+from relax_events.pipeline.flow_map_role import Done, FlowMapRole, Key
+from relax_events.pipeline.worker import Worker
+from relax_events.rewards.judging import JudgedReward, load_judged
+from relax_events.rewards.scores import Score, as_score
+from relax_events.rewards.scoring import as_scored, reward_item, source_of
+from workers.engine_watch import EngineWatch
+from workers.opening import open_worker
+from workers.rollout import open_engine
+
+log = structlog.get_logger()
+
+
+def run(config: RunConfig, *, index: int = 0) -> None:
+    """Run the role until it is asked to stop."""
+    with open_worker("judge", config, index=index) as worker:
+        judged = load_judged(config)
+        engine = open_judge(config)
+        try:
+            FlowMapRole(worker, Judging(worker, engine, judged)).run()
+        finally:
+            engine.close()
+
+
+def open_judge(config: RunConfig) -> Engine:
+    """Load the judging model on its engine.
+
+    Raises:
+        ConfigError: There is none, its engine is not installed, or it can't be loaded.
+    """
+    judge = config.judge
+    if judge.model_path is None:
+        raise ConfigError("the judge role has no model; set judge.model_path to the folder of its checkpoint")
+    return open_engine(config.model_copy(update={"model": judge.as_model(judge.model_path), "engine": judge.engine}), name=judge.engine.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A sample that is being judged, since when (monotonic), and how its judgement is read."""
+
+    key: Key
+    sample: SampleRolledOut
+    reward: JudgedReward
+    since: float
+
+
+class Judging:
+    """Has the engine write judgements, and reads scores from them; see `flow_map_role.Flow`."""
+
+    def __init__(self, worker: Worker, engine: Engine, judged: dict[str | None, JudgedReward]) -> None:
+        """Take an engine in which nothing runs.
+
+        Args:
+            worker: Names the run.
+            engine: Holds the judging model.
+            judged: What is asked, by source; samples of others are passed over.
+        """
+        self._worker, self._engine, self._judged, self._judge = worker, engine, judged, worker.config.judge
+        self._watch = EngineWatch(worker, engine, config=worker.config.judge.engine)
+        self._renderer = judge_renderer(worker.config.judge, worker.config.data)
+        self._numbers = count()
+        self._asked: dict[str, Asked] = {}
+        self._done: list[Done] = []
+
+    @property
+    def room(self) -> int:
+        """Samples that can be begun now."""
+        return self._judge.engine.max_running_samples - len(self._asked)
+
+    @property
+    def progress(self) -> int:
+        """Tokens written so far."""
+        return self._engine.num_tokens
+
+    def begin(self, key: Key, sample: SampleRolledOut) -> None:
+        """Ask about a sample."""
+        reward = self._judged.get(source_of(sample, self._worker.config.reward))
+        if reward is None:
+            self._done.append((key, ()))
+            return
+        asked = Asked(key, sample, reward, time.monotonic())
+        name = str(next(self._numbers))
+        try:
+            self._engine.submit(self._request(name, asked))
+        except (PoisonSample, RewardError) as error:
+            self._done.append((key, (self._record(asked, RewardError(f"the judge can't be asked: {error}")),)))
+        else:
+            self._asked[name] = asked
+
+    def poll(self, *, timeout_seconds: float) -> list[Done]:
+        """Give what is judged, waiting for the first."""
+        if self._asked:
+            with self._watch.doing("generating"):
+                generated = self._engine.poll(timeout_seconds=0.0 if self._done else timeout_seconds)
+            for written in generated:
+                if (asked := self._asked.pop(written.prompt_group_id, None)) is not None:
+                    self._done.append((asked.key, (self._judgement(asked, written),)))
+            failpoint("judge.at_work")
+        done, self._done = self._done, []
+        return done
+
+    def drop(self, keys: Collection[Key]) -> None:
+        """Give up judgements that nobody waits for."""
+        dropped, wanted = [name for name, asked in self._asked.items() if asked.key in keys], set(keys)
+        for name in dropped:
+            del self._asked[name]
+        self._done = [done for done in self._done if done[0] not in wanted]
+        self._engine.abort(dropped)
+
+    def _request(self, name: str, asked: Asked) -> GenerationRequest:
+        item = reward_item(asked.sample)
+        metadata = _metadata(item.metadata)
+        question = asked.reward.grading.question(item.completion, answer=item.answer, metadata=metadata, prompt=item.prompt)
+        named = f"{self._worker.config.run.seed}/{asked.sample.sample_id}@{asked.sample.policy_version}"
+        seed = int.from_bytes(hashlib.blake2b(named.encode(), digest_size=7).digest())  # so the same judgement after a crash
+        tokens, logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
+        return GenerationRequest(
+            prompt_group_id=name,
+            prompt_tokens=self._renderer.prompt_tokens([ChatMessage.of_text("user", question)]),
+            samples=(SampleRequest(sample_id=name, seed=seed, tokens=tokens, logprobs=logprobs, segments=()),),
+            sampling=self._judge.engine.sampling,
+            stop_token_ids=self._renderer.stop_token_ids,
+        )
+
+    def _judgement(self, asked: Asked, written: GeneratedSample) -> OutRecord:
+        self._worker.metrics.tokens(written.num_chosen)
+        if written.finish_reason is FinishReason.ERROR:
+            return self._record(asked, RewardError(f"the judge's engine failed: {written.error}"))
+        text = self._renderer.completion_text(written.tokens)
+        try:
+            score = as_score(asked.reward.grading.score(text), weights=asked.reward.weights, seconds=time.monotonic() - asked.since)
+        except RewardError as error:
+            return self._unreadable(asked, written, text, error)
+        return self._record(asked, score, text, outcome="scored")
+
+    def _unreadable(self, asked: Asked, written: GeneratedSample, text: str, error: RewardError) -> OutRecord:
+        """Answer for a judgement without a score: with a failure, or a 0 where the run wants that."""
+        cut = f"; it was cut off after {written.num_chosen} tokens, see judge.engine.sampling.max_new_tokens"
+        failure = RewardError(f"{error}{cut if written.finish_reason is FinishReason.LENGTH else ''}")
+        zero = Score(0.0, {}, time.monotonic() - asked.since)
+        return self._record(asked, zero if self._judge.unreadable == "zero" else failure, text, outcome="unreadable")
+
+    def _record(self, asked: Asked, result: Score | RewardError, judgement: str = "", *, outcome: str = "failed") -> OutRecord:
+        self._worker.metrics.scored(outcome)
+        sample = asked.sample
+        if isinstance(result, RewardError):
+            log.warning("sample.unscored", sample_id=sample.sample_id, error=str(result))
+        scored = as_scored(sample, result, reward_name=JUDGED, reward_digest=asked.reward.digest, judgement=judgement)
+        return self._worker.sample_record("reward.scores", scored, prompt_group_id=sample.prompt_group_id, policy_version=sample.policy_version)
+
+
+def _metadata(text: str) -> dict[str, object]:
+    try:
+        metadata = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise RewardError(f"the sample's metadata is no JSON: {error}") from None
+    return metadata if isinstance(metadata, dict) else {}
