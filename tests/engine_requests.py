@@ -21,6 +21,7 @@ from relax_events.engines.transformers import TransformersEngine
 from relax_events.errors import WeightsError
 from relax_events.models.tiny import make_tiny
 from relax_events.weights import Weights
+from relax_events.weights.artifacts import weights_digest
 
 VOCAB_SIZE = 272
 """Byte symbols and the tokenizer's special tokens and phrases, at least."""
@@ -131,7 +132,7 @@ def other_weights(policy_version: int, *, seed: int = 4, family: str = "qwen3") 
     """Give the weights of another tiny model of the same shape, and its folder."""
     path = tiny_model(family, seed=seed)
     tensors = {name: parameter.detach().clone() for name, parameter in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
-    return Weights(policy_version, tensors, bytes(32)), path
+    return Weights(policy_version, tensors, weights_digest(tensors)), path
 
 
 def check_misfits_are_refused(engine: Engine) -> None:

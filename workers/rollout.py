@@ -24,6 +24,7 @@ from relax_events.config import RunConfig
 from relax_events.data.laying_out import sample_answers
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import Engine, GenerationRequest, SampleRequest, Task
+from relax_events.engines.routing.router import Router
 from relax_events.errors import CorruptRecord, PoisonSample
 from relax_events.events.parts import Outcome, VersionSegment
 from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupIssued
@@ -33,6 +34,7 @@ from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.validation import check_issued
 from relax_events.pipeline.worker import Worker
 from relax_events.plugins import ENGINES, find_plugin
+from relax_events.telemetry.routing_metrics import RoutingMetrics
 from relax_events.telemetry.traces import Work
 from relax_events.weights.opening import open_receiving
 from relax_events.weights.transport import WeightsTransport
@@ -54,7 +56,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     store = open_store(config)
     with open_worker("rollout", config, index=index, store=store, linger_ms=0) as worker:
-        engine = open_speaker(config, name=config.rollout_engine)
+        engine = open_speaker(config, name=config.rollout_engine, metrics=worker.metrics.routing)
         try:
             with closing(open_receiving(worker, store)) as transport:
                 RolloutLoop(worker, engine, transport, library=MediaLibrary(config, store=store)).run()
@@ -62,25 +64,27 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             engine.close()
 
 
-def open_engine(config: RunConfig, *, name: str) -> Engine:
-    """Load an engine with the settings of the section `engine`.
+def open_engine(config: RunConfig, *, name: str, metrics: RoutingMetrics) -> Engine:
+    """Load an engine with the settings of the section `engine`; what it counts goes to the worker's metrics.
 
     Raises:
         ConfigError: No engine of that name is installed.
     """
     plugin = find_plugin(ENGINES, name, what=f"engine.name = {name!r}")
     engine: Engine = plugin.load()(config.model.path, config=config.engine, model=config.model)
+    if isinstance(engine, Router):
+        engine.report_to(metrics)
     return engine
 
 
-def open_speaker(config: RunConfig, *, name: str) -> Engine:
+def open_speaker(config: RunConfig, *, name: str, metrics: RoutingMetrics) -> Engine:
     """Load an engine; where the run has an environment, one whose samples talk with it.
 
     Raises:
         ConfigError: As `open_engine`, or the environment can't be loaded.
     """
     if not config.environment.function:
-        return open_engine(config, name=name)
+        return open_engine(config, name=name, metrics=metrics)
     from relax_events.environments.episodes import Episodes  # which loads torch, as an engine of this machine does
     from relax_events.environments.pool import EnvironmentPool
 
@@ -88,7 +92,8 @@ def open_speaker(config: RunConfig, *, name: str) -> Engine:
         pool = EnvironmentPool(config)
         on_failure.callback(pool.close)
         renderer = PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media)
-        episodes = Episodes(open_engine(config, name=name), pool, config=config, renderer=renderer, library=MediaLibrary(config))
+        engine = open_engine(config, name=name, metrics=metrics)
+        episodes = Episodes(engine, pool, config=config, renderer=renderer, library=MediaLibrary(config))
         on_failure.pop_all()
     return episodes
 

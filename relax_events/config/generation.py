@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from relax_events.config.base import Positive, Seconds, Section
 from relax_events.config.media import MediaConfig
@@ -59,26 +59,39 @@ class SamplingConfig(Section):
 
 
 class SGLangConfig(Section):
-    """The server of engine `sglang`."""
+    """The servers of engine `sglang`."""
 
-    url: str = ""
-    """Of a server that runs already and serves nobody else; empty starts one, which ends with the worker."""
+    urls: tuple[str, ...] = ()
+    """Of servers that run already and serve nobody else; without any, each worker starts its own, which end with it."""
+    num_servers: Positive = 1
+    """Servers that each worker starts."""
     python: str = ""
-    """Interpreter with SGLang in it, by which the server is started; empty is this one."""
+    """Interpreter with SGLang in it, by which servers are started; empty is this one."""
     arguments: tuple[str, ...] = ()
-    """Further arguments of the server, as `["--tp-size", "2"]`."""
+    """Further arguments of every server, as `["--tp-size", "2"]`."""
+    server_arguments: tuple[tuple[str, ...], ...] = ()
+    """Further arguments of each server by itself, as `[["--base-gpu-id", "0"], ["--base-gpu-id", "2"]]`; as many as `num_servers`, or none."""
     start_seconds: Seconds = 600.0
-    """How long the server may take until it is ready, and to load or hash all weights."""
+    """How long a server may take until it is ready, and to load or hash all weights."""
     stall_seconds: Seconds = 120.0
-    """A server that gives no token for so long, though it was asked for some, is started again."""
+    """A server that gives no token for so long, though it was asked for some, is lost."""
     stream_interval_tokens: Positive = 16
-    """Tokens that come at a time: what is lost of each sample when the server dies."""
+    """Tokens that come at a time: what is lost of each sample when its server dies."""
     weights_directory: Path | None = None
-    """Where policy versions are written for the server to load: a folder that both see. By default in memory (`/dev/shm`) where three
-    models fit, else among temporary files."""
+    """Where policy versions are written for a server to load: a folder that both see. By default in memory (`/dev/shm`) where three
+    models fit for each server, else among temporary files."""
     unproven_weights: Literal["refuse", "accept"] = "refuse"
     """What to do with a server whose checksums can't be computed here (on GPUs, of several ranks, of other architectures): not start, or
     take its word that it has loaded what it was told to."""
+
+    @model_validator(mode="after")
+    def _servers_are_as_many(self) -> SGLangConfig:
+        if self.server_arguments and len(self.server_arguments) != self.num_servers:
+            need = f"num_servers = {self.num_servers} needs as many server_arguments, got {len(self.server_arguments)}"
+            raise ValueError(f"each server has arguments of its own: {need}; set engine.sglang.num_servers")
+        if repeated := next((url for url in self.urls if self.urls.count(url) > 1), None):
+            raise ValueError(f"each server is to be named once, and engine.sglang.urls has {repeated} twice; leave one out")
+        return self
 
 
 class EngineConfig(Section):

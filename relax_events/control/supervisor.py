@@ -159,7 +159,7 @@ class Supervisor:
         """Return the place of an elastic worker; its port is the first free one behind those of the start."""
         taken = {managed.metrics_port for managed in self._processes.values()} - {0}
         place = next(place for place in count(self._num_places) if self._config.telemetry.port_of(place) not in taken)
-        overrides = ["engine.name=sglang", f'engine.sglang.url="{worker.url}"'] if worker.url else []
+        overrides = ["engine.name=sglang", f'engine.sglang.urls=["{worker.url}"]'] if worker.url else []
         managed = self._process(worker.role, int(worker.worker_id.rpartition("-")[2]), place=place, overrides=overrides)
         managed.is_elastic = True
         return managed

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from relax_events.telemetry.engine_metrics import EngineMetrics
+from relax_events.telemetry.routing_metrics import RoutingMetrics
 from relax_events.telemetry.span_metrics import SpanMetrics
 from relax_events.telemetry.weight_metrics import WeightMetrics
 
@@ -55,6 +56,7 @@ class WorkerMetrics:
         self._lagging: set[tuple[str, str]] = set()
         self.weights = WeightMetrics(role, self.registry)
         self.engine = EngineMetrics(role, self.registry)
+        self.routing = RoutingMetrics(role, self.registry)
         self.spans = SpanMetrics(role, self.registry)
         self._tracker_errors = Counter(
             "relax_tracker_errors_total", "Times that a tracker did not take figures; it is tried again.", ["tracker"], registry=self.registry

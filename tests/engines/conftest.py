@@ -1,15 +1,17 @@
-"""A real SGLang server, one for the session, that the tests take turns at; and engines of both kinds over the same tiny model."""
+"""A real SGLang server, one for the session, that the tests take turns at; and engines of all kinds over the same tiny model."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from engine_requests import MakeEngine, make_engine, tiny_model
+from routed_engines import make_router, make_sites
 
 from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
 from relax_events.engines.protocol import Engine
@@ -60,7 +62,7 @@ def make_sglang(server_url: str) -> Iterator[MakeEngine]:
 
     def make(path: Path | None = None, **settings: Any) -> Engine:
         path = path or tiny_model()
-        config = EngineConfig(**BOUNDS | settings, sglang=SGLangConfig(url=server_url))
+        config = EngineConfig(**BOUNDS | settings, sglang=SGLangConfig(urls=(server_url,)))
         engines.append(SGLangEngine(path, config=config, model=ModelConfig(path=path)))
         return engines[-1]
 
@@ -70,10 +72,17 @@ def make_sglang(server_url: str) -> Iterator[MakeEngine]:
         engine.close()
 
 
-@pytest.fixture(params=["transformers", "sglang"])
+@pytest.fixture
+def make_routed() -> Iterator[MakeEngine]:
+    """Return a maker of routers over two engines."""
+    with ExitStack() as stack:
+        yield lambda path=None, **settings: stack.enter_context(closing(make_router(make_sites(2, path=path, **BOUNDS | settings))))
+
+
+@pytest.fixture(params=["transformers", "sglang", "routed"])
 def make(request: pytest.FixtureRequest) -> MakeEngine:
     """Return a maker of engines, of each kind in turn."""
-    if request.param == "sglang":
-        maker: MakeEngine = request.getfixturevalue("make_sglang")
-        return maker
-    return lambda path=None, **settings: make_engine(path, **BOUNDS | settings)
+    if request.param == "transformers":
+        return lambda path=None, **settings: make_engine(path, **BOUNDS | settings)
+    maker: MakeEngine = request.getfixturevalue(f"make_{request.param}")
+    return maker

@@ -1,4 +1,4 @@
-"""What every engine does, by one suite for both: draws may differ, what is said of them may not."""
+"""What every engine does, by one suite for all: draws may differ, what is said of them may not."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ from engine_requests import (
     plain_model,
     tiny_model,
 )
+from routed_engines import Fragile
 
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
+from relax_events.engines.routing.router import Router
 from relax_events.engines.sglang.engine import SGLangEngine
+from relax_events.engines.sglang.server import SGLangServer
 from relax_events.engines.transformers import TransformersEngine
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import FinishReason, VersionSegment
@@ -39,14 +42,22 @@ def begin(engine: Engine, request: GenerationRequest) -> None:
     engine.submit(request)
     while True:
         assert engine.poll(timeout_seconds=0.05) == []
-        if isinstance(engine, SGLangEngine):
-            flights = engine._serving.generation._flights.values()
-            counts = [len(flight.tokens) for flight in list(flights)]
-        else:
-            assert isinstance(engine, TransformersEngine)
-            counts = engine._table._counts[: engine._table.num_rows].tolist()
+        counts = token_counts(engine)
         if len(counts) == len(request.samples) and min(counts) > 2:
             return
+
+
+def token_counts(engine: Engine) -> list[int]:
+    """Give how many tokens the samples of an engine have that are under way."""
+    if isinstance(engine, Router):
+        return [count for member in engine._members if member._engine is not None for count in token_counts(member._engine)]
+    if isinstance(engine, Fragile):
+        return token_counts(engine._engine)
+    if isinstance(engine, SGLangServer):
+        return [len(flight.tokens) for flight in list(engine._serving.generation._flights.values())]
+    assert isinstance(engine, TransformersEngine)
+    counts: list[int] = engine._table._counts[: engine._table.num_rows].tolist()
+    return counts
 
 
 def runs(sample: GeneratedSample) -> list[tuple[VersionSegment, slice]]:
@@ -138,10 +149,11 @@ def test_usage_counts_what_was_drawn_and_what_prompts_cost(make: MakeEngine) -> 
         engine.submit(request)
     finish(engine)
     usage = engine.usage
-    assert (usage.num_decoding, usage.num_waiting, usage.num_resumed - before.num_resumed) == (0, 0, 0)
+    assert (usage.num_decoding, usage.num_waiting) == (0, 0)
     assert usage.num_drawn - before.num_drawn == 3 * 4 * 5
     num_prefilled, num_reused = usage.num_prefilled - before.num_prefilled, usage.num_reused - before.num_reused
-    assert num_prefilled + num_reused == sum(4 * len(request.prompt_tokens) for request in requests)
+    num_resumed = usage.num_resumed - before.num_resumed
+    assert_at_least(engine, [num_prefilled + num_reused, num_resumed], [sum(4 * len(request.prompt_tokens) for request in requests), 0])
     assert num_prefilled >= sum(len(request.prompt_tokens) for request in requests)
 
 
@@ -154,7 +166,15 @@ def test_usage_counts_tokens_of_samples_that_go_on(make: MakeEngine) -> None:
     before = engine.usage
     engine.submit(continued(request, partial))
     finish(engine)
-    assert engine.usage.num_resumed - before.num_resumed == sum(len(sample.tokens) for sample in partial)
+    assert_at_least(engine, [engine.usage.num_resumed - before.num_resumed], [sum(len(sample.tokens) for sample in partial)])
+
+
+def assert_at_least(engine: Engine, counts: list[int], expected: list[int]) -> None:
+    """Hold counts beside those expected; a server's may be above: a sample that one of its own end tokens has ended is sent again."""
+    if isinstance(engine, SGLangEngine):
+        assert all(count >= least for count, least in zip(counts, expected, strict=True))
+    else:
+        assert counts == expected
 
 
 def test_poll_gives_nothing_at_once_when_nothing_runs(make: MakeEngine) -> None:
@@ -287,8 +307,7 @@ def test_continued_sample_with_nothing_left_comes_back_as_it_is(make: MakeEngine
     engine.submit(request)
     (whole,) = finish(engine).values()
     engine.submit(continued(request, [whole]))
-    assert engine.num_running == 0
-    (again,) = engine.poll(timeout_seconds=0.0)
+    (again,) = finish(engine).values()
     assert (again.tokens.tolist(), again.finish_reason) == (whole.tokens.tolist(), FinishReason.LENGTH)
 
 

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,12 @@ import pytest
 from engine_requests import continued, finish, make_request, other_weights, plain_logprobs, tiny_model
 from torch import Tensor
 
-from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
+from relax_events.config import EngineConfig, ModelConfig, SamplingConfig, SGLangConfig
+from relax_events.engines.routing.member import Member
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.sglang.engine import SGLangEngine
+from relax_events.engines.sglang.server import SGLangServer
+from relax_events.engines.sglang.serving import Serving
 from relax_events.errors import EngineFailed, EnvironmentProblem, WeightsError
 from relax_events.events.parts import VersionSegment
 
@@ -109,11 +114,11 @@ def check_whole(engine: SGLangEngine, begun: Mapping[str, list[int]]) -> None:
         np.testing.assert_allclose(sample.logprobs, plain_logprobs(prompt, sample.tokens, path=path), atol=1e-5)
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_samples_go_on_after_a_process_of_the_server_is_killed(engine: SGLangEngine, directory: Path, place: int) -> None:
+@pytest.mark.parametrize("name", ["serve.py", "sglang::scheduler"])
+def test_samples_go_on_after_a_process_of_the_server_is_killed(engine: SGLangEngine, directory: Path, name: str) -> None:
     begun = begin(engine)
     victims = server_processes(directory)
-    victims[place].kill()
+    next(victim for victim in victims if name in " ".join(command_of(victim))).kill()
     check_whole(engine, begun)
     assert not {victim.pid for victim in victims} & {process.pid for process in server_processes(directory)}
 
@@ -170,8 +175,65 @@ def test_server_that_keeps_dying_ends_the_engine(engine: SGLangEngine, directory
             for process in server_processes(directory):
                 process.kill()
 
-    with pytest.raises(EngineFailed, match="was lost 4 times without a sample in between"):
+    with pytest.raises(EngineFailed, match="every engine was lost 4 times without a sample in between"):
         kill_while_it_runs()
+
+
+def await_servers(engine: SGLangEngine, count: int) -> None:
+    """Wait until so many servers serve, while nothing runs."""
+    pause = threading.Event()
+    while len(engine._serving) < count:
+        assert engine.poll(timeout_seconds=0.0) == []
+        pause.wait(0.2)
+
+
+def test_samples_of_a_killed_server_go_on_in_the_other_one(sglang_python: str, tmp_path: Path) -> None:
+    engine = open_engine(sglang_python, tmp_path, num_servers=2)
+    await_servers(engine, 2)
+    weights, path = other_weights(1)
+    engine.load_weights(weights)
+    requests = [make_request(number, max_new_tokens=LONG) for number in range(4)]
+    for request in requests:
+        engine.submit(request)
+    victim, other = sorted(engine._members, key=lambda member: member.num_samples, reverse=True)
+    assert other.num_samples
+    while victim.usage.num_drawn < 1000:
+        assert engine.poll(timeout_seconds=0.3) == []
+    begun = {name: tokens for name, tokens in begun_in(victim).items() if tokens}
+    assert begun
+    process = serving_of(victim)._process
+    assert process is not None
+    assert process._process is not None
+    os.killpg(process._process.pid, signal.SIGKILL)
+    samples = finish(engine)
+    assert len(samples) == 8
+    for request in requests:
+        for sample in request.samples:
+            whole = samples[sample.sample_id]
+            kept = begun.get(sample.sample_id, [])
+            assert whole.tokens[: len(kept)].tolist() == kept
+            assert whole.segments == (VersionSegment(1, LONG),)
+            np.testing.assert_allclose(whole.logprobs, plain_logprobs(request.prompt_tokens, whole.tokens, path=path), atol=1e-5)
+    await_servers(engine, 2)
+    for request in requests:
+        engine.submit(replace(request, sampling=SamplingConfig(max_new_tokens=20)))
+    assert {sample.segments for sample in finish(engine).values()} == {(VersionSegment(1, 20),)}
+    engine.close()
+    assert server_processes(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def serving_of(member: Member) -> Serving:
+    """Give what tends the server of a member."""
+    server = member._engine
+    assert isinstance(server, SGLangServer)
+    return server._serving
+
+
+def begun_in(member: Member) -> dict[str, list[int]]:
+    """Give the tokens that have come of each sample that a member has."""
+    flights = serving_of(member).generation._flights.values()
+    return {flight.sample.sample_id: [*flight.sample.tokens.tolist(), *flight.tokens] for flight in flights}
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe"])

@@ -99,7 +99,7 @@ def test_worker_that_can_not_be_kept_going_is_given_up_and_the_run_goes_on(super
 
 def test_worker_for_a_server_is_told_where_it_is(supervisor: Supervisor) -> None:
     managed = supervisor._elastic(replace(WANTED, url="http://10.0.0.7:30000"))
-    assert managed.command[-4:] == ["engine.name=sglang", 'engine.sglang.url="http://10.0.0.7:30000"', "--index", "1"]
+    assert managed.command[-4:] == ["engine.name=sglang", 'engine.sglang.urls=["http://10.0.0.7:30000"]', "--index", "1"]
 
 
 def test_ports_of_those_that_left_are_free_again(supervisor: Supervisor) -> None:

@@ -13,10 +13,12 @@ import torch
 from engine_requests import make_request, other_weights, tiny_model
 from transformers import AutoModelForCausalLM
 
+from relax_events.config import SGLangConfig
 from relax_events.engines.requests import admitted_samples
 from relax_events.engines.rows import Sample
 from relax_events.engines.sglang import plugin
 from relax_events.engines.sglang.checkpoint import ModelFolder, not_finite
+from relax_events.engines.sglang.engine import servers
 from relax_events.engines.sglang.fingerprints import Fingerprints
 from relax_events.engines.sglang.flights import Flight, UnknownVersion
 from relax_events.errors import ConfigError, WeightsError
@@ -196,3 +198,21 @@ def test_logprob_that_is_no_number_is_kept_as_such() -> None:
     broken["meta_info"]["output_token_logprobs"] = [[None, 1, None]]
     flight.take(broken)
     assert np.isnan(flight.logprobs).all()
+
+
+def test_each_server_has_a_section_of_its_own() -> None:
+    own = SGLangConfig(num_servers=2, arguments=("--tp-size", "2"), server_arguments=(("--base-gpu-id", "0"), ("--base-gpu-id", "2")))
+    assert {name: section.arguments for name, section in servers(own).items()} == {
+        "server-0": ("--tp-size", "2", "--base-gpu-id", "0"),
+        "server-1": ("--tp-size", "2", "--base-gpu-id", "2"),
+    }
+    urls = ("http://10.0.0.7:30000", "http://10.0.0.8:30000")
+    assert {name: section.urls for name, section in servers(SGLangConfig(urls=urls)).items()} == {url: (url,) for url in urls}
+    assert list(servers(SGLangConfig())) == ["server-0"]
+
+
+def test_servers_that_do_not_add_up_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"num_servers = 1 needs as many server_arguments, got 2; set engine.sglang.num_servers"):
+        SGLangConfig(server_arguments=((), ()))
+    with pytest.raises(ValueError, match=r"engine.sglang.urls has http://a:1 twice; leave one out"):
+        SGLangConfig(urls=("http://a:1", "http://b:1", "http://a:1"))

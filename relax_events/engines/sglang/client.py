@@ -17,6 +17,7 @@ SUPPORTED = ("0.5.23",)
 CONNECT_SECONDS = 10.0
 CONTROL_SECONDS = 30.0
 """Of a call that touches no weights."""
+NOT_FOUND = 404
 END_OF_STREAM = b"[DONE]"
 PauseMode = Literal["retract", "in_place"]
 
@@ -56,11 +57,18 @@ class SGLangClient:
         await self._client.aclose()
 
     async def is_ready(self) -> bool:
-        """Tell whether the server takes requests."""
+        """Tell whether the server takes requests.
+
+        Raises:
+            ConfigError: It is no server of a version that we know, or a router before some.
+        """
         try:
             response = await self._client.get("/ready", timeout=CONNECT_SECONDS)
         except self._http.RequestError:
             return False
+        if response.status_code == NOT_FOUND:
+            remedy = f"name servers of SGLang {SUPPORTED[-1]} in engine.sglang.urls, and not a router before them: it passes no weights on"
+            raise ConfigError(f"{self.url} is no SGLang server that we know, it has no /ready; {remedy}")
         return bool(response.status_code == 200)
 
     async def require_supported(self) -> None:

@@ -66,6 +66,7 @@ class Generation:
         self.last_progress = time.monotonic()
         self.num_handed_out = self.num_tokens = 0
         self._num_prefilled = self._num_reused = self._num_resumed = 0
+        self.is_lost = False
         self.doubt = ""
         """Why the server can't be trusted any more."""
         self._client, self._hand_out = client, hand_out
@@ -138,6 +139,8 @@ class Generation:
         Raises:
             ServerGone, ServerRefused: The server did not do it in time.
         """
+        if self.is_lost:
+            raise ServerGone("the server is lost, and nobody can be asked for the last tokens")
         deadline = time.monotonic() + GROUND_SECONDS
         while flights := [flight for flight in self._flights.values() if chosen(flight)]:
             if time.monotonic() > deadline:

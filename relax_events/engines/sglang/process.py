@@ -104,5 +104,5 @@ class ServerProcess:
 def version_folder(model: ModelFolder, config: SGLangConfig) -> Path:
     """Make a folder where versions are written for a server: in memory, where there is room for some, unless the user says where."""
     num_bytes = sum(file.stat().st_size for file in model.path.glob("*.safetensors"))
-    has_room = MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM * num_bytes
+    has_room = MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM * num_bytes * config.num_servers
     return Path(mkdtemp(prefix="relax-sglang-", dir=config.weights_directory or (MEMORY if has_room else None)))

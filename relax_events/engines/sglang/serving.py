@@ -1,4 +1,4 @@
-"""A server's life: it comes up, changes its weights, and comes up again with the version that it served when it is lost.
+"""A server's life: it comes up, changes its weights, and is lost or closed.
 
 No sample is generated on weights that are not proven. At the start the server holds the model's folder, and its checksums show how it
 puts tensors together; after each load they have to be those of the version.
@@ -23,12 +23,10 @@ from relax_events.engines.sglang.client import ServerGone, ServerRefused, SGLang
 from relax_events.engines.sglang.fingerprints import Fingerprints
 from relax_events.engines.sglang.generation import Generation, Served
 from relax_events.engines.sglang.process import ServerProcess
-from relax_events.errors import ConfigError, EngineFailed, EnvironmentProblem, RelaxError, WeightsError
+from relax_events.errors import ConfigError, EngineFailed, EnvironmentProblem, WeightsError
 
 log = structlog.get_logger()
 LOOK_SECONDS = 0.2
-MAX_BARREN_STARTS = 3
-"""Times that a server may be lost, one after the other, without a sample having ended in between."""
 Tell = Callable[[GeneratedSample | None], None]
 """Takes what ended; None when nothing will any more."""
 
@@ -38,13 +36,12 @@ class Serving:
 
     def __init__(self, client: SGLangClient, process: ServerProcess | None, *, config: SGLangConfig, served: Served, tell: Tell) -> None:
         self.generation = Generation(client, served=served, hand_out=tell)
-        self.failure: RelaxError | None = None
+        self.failure: EngineFailed | None = None
         self._client, self._process, self._config, self._tell = client, process, config, tell
         self._fingerprints = Fingerprints({}, dtype=torch.float32)
         self._expected: Mapping[str, str] = {}
         self._is_up = self._is_asleep = False
         self._lost = ""
-        self._num_barren_starts = self._num_ended = 0
         self._watching: asyncio.Task[None] | None = None
 
     async def open(self, model: ModelFolder, settings: ModelConfig) -> None:
@@ -70,14 +67,14 @@ class Serving:
         return self._fingerprints.of(tensors)
 
     async def load(self, served: Served, expected: Mapping[str, str], *, on_running: Literal["swap", "restart"]) -> None:
-        """Change the weights under what runs; on an error the old ones serve, at once or as soon as the server is back.
+        """Change the weights under what runs; on an error the old ones serve, or the server is lost.
 
         Raises:
             WeightsError: The server is not there, refused the weights, or holds others after all.
         """
         generation, keeps_cache = self.generation, False
         if not self._is_up:
-            raise WeightsError(f"the server is coming up again with policy version {generation.served.policy_version}; try again later")
+            raise WeightsError(f"policy version {served.policy_version} is not served: the server is lost")
         generation.gate.clear()
         try:
             if on_running == "swap":  # what waits must not begin on the cache of the old weights
@@ -168,7 +165,7 @@ class Serving:
             raise ServerRefused(f"the server holds other values in {wrong}")
 
     async def _go_back(self) -> None:
-        """Go on with the version at hand after a load that failed; where the server does not hold it any more, it starts anew."""
+        """Go on with the version at hand after a load that failed; where the server does not hold it any more, it is lost."""
         with suppress(ServerGone, ServerRefused):
             await self._prove(self._expected)
             await self._client.go_on()
@@ -177,52 +174,23 @@ class Serving:
         self._is_up, self._lost = False, "a load of weights left it with neither version"
 
     async def _watch(self) -> None:
-        """Look after the server until it can't be mended."""
-        try:
-            while True:
-                await asyncio.sleep(LOOK_SECONDS)
-                if trouble := self._trouble():
-                    await self._recover(trouble)
-        except RelaxError as error:
-            self.failure = error
-            self.generation.gate.clear()
-            self._tell(None)
+        """Look after the server until it is lost, and end it then if it is ours."""
+        while not (trouble := self._trouble()):
+            await asyncio.sleep(LOOK_SECONDS)
+        self.generation.gate.clear()
+        self.generation.is_lost = True
+        if self._process is not None:
+            self._process.kill()
+        self.failure = EngineFailed(f"the SGLang server at {self._client.url} is lost: {trouble}")
+        self._tell(None)
 
     def _trouble(self) -> str:
         generation = self.generation
         if generation.doubt:
-            raise EngineFailed(f"the server at {self._client.url} can't be trusted: {generation.doubt}; let it serve nobody else")
+            return f"it can't be trusted, let it serve nobody else: {generation.doubt}"
         if self._process is not None and (ending := self._process.ending()) is not None:
             return ending
         silent_seconds = time.monotonic() - generation.last_progress
         if generation.gate.is_set() and generation.sample_ids and silent_seconds > self._config.stall_seconds:
             return f"no token for {silent_seconds:.0f} s (engine.sglang.stall_seconds)"
         return self._lost
-
-    async def _recover(self, trouble: str) -> None:
-        """Bring a lost server up again, with the version that it served; what ran on it waits and goes on.
-
-        Raises:
-            EngineFailed: It is not ours to start, or was lost too often.
-        """
-        generation, process = self.generation, self._process
-        generation.gate.clear()
-        self._is_up = False
-        self._num_barren_starts = 1 if generation.num_handed_out > self._num_ended else self._num_barren_starts + 1
-        self._num_ended = generation.num_handed_out
-        log.error("server.lost", policy_version=generation.served.policy_version, num_samples=len(generation.sample_ids), reason=trouble)
-        if process is None or self._num_barren_starts > MAX_BARREN_STARTS:
-            times = f"lost {self._num_barren_starts} times without a sample in between" if process else "lost, and is not ours to start again"
-            raise EngineFailed(f"the SGLang server at {self._client.url} was {times}: {trouble}")
-        process.kill()
-        while generation.num_flights:
-            await asyncio.sleep(LOOK_SECONDS)
-        try:
-            await self._bring_up()
-            await self._prove(self._expected)
-        except (ServerGone, ServerRefused, EnvironmentProblem) as error:
-            self._lost = str(error)
-            return
-        self._lost = ""
-        self._set_up()
-        log.info("server.restarted", policy_version=generation.served.policy_version)

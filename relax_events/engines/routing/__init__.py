@@ -1,0 +1,1 @@
+"""Several engines behind one: prompt groups are routed, and go elsewhere when an engine is lost."""

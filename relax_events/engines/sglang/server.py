@@ -1,0 +1,214 @@
+"""One SGLang server as an engine: this process has started it, or it runs already. When it is lost the engine is, with all that it had to hand out.
+
+    caller's thread    submit, poll, abort, load_weights --> calls and samples --+
+    loop's thread      requests, tokens as they come, the server's life   <------+--> HTTP --> server
+
+The server draws tokens by itself: a sample that is generated again is another one, and `SampleRequest.seed` has no effect. Its
+log-probabilities are those of the protocol: of the tempered distribution before top-k and top-p.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection, Coroutine
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from relax_events.config import EngineConfig, ModelConfig
+from relax_events.engines.protocol import EngineUsage, GeneratedSample, GenerationRequest
+from relax_events.engines.requests import admitted_samples
+from relax_events.engines.sglang.checkpoint import ModelFolder, not_finite
+from relax_events.engines.sglang.client import SGLangClient
+from relax_events.engines.sglang.generation import Served
+from relax_events.engines.sglang.process import ServerProcess, version_folder
+from relax_events.engines.sglang.serving import Serving
+from relax_events.events.parts import FinishReason
+from relax_events.weights import Weights
+
+Result = TypeVar("Result")
+
+
+class SGLangServer:
+    """See the module's docstring; the protocol is `engines.protocol.Engine`."""
+
+    def __init__(self, model_path: Path, *, config: EngineConfig, model: ModelConfig, policy_version: int = 0) -> None:
+        """Start a server on the model's folder, or take over one that runs, and wait until it serves.
+
+        Args:
+            model_path: A folder in Hugging Face layout.
+            config: Bounds on samples and context, and the server's own section, of which this server is the only one.
+            model: Dtype and device.
+            policy_version: Of the weights in the folder.
+        Raises:
+            ConfigError: The model can't be served, or the server is not one that we know.
+            EnvironmentProblem: The server does not come up; the text ends with its log.
+        """
+        self.policy_version = policy_version
+        self._model, self._max_context_tokens = ModelFolder.read(model_path), config.max_context_tokens
+        self._inbox: queue.SimpleQueue[GeneratedSample | None] = queue.SimpleQueue()
+        self._running: set[str] = set()
+        self._num_submitted = 0
+        self._asleep = False
+        with ExitStack() as stack:
+            self._folder = version_folder(self._model, config.sglang)
+            stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            process = None if config.sglang.urls else ServerProcess(self._model, self._folder, config=config, settings=model)
+            if process is not None:
+                stack.callback(process.kill)
+            self._loop = stack.enter_context(LoopThread())
+            client = SGLangClient(process.url if process else config.sglang.urls[0], weights_seconds=config.sglang.start_seconds)
+            served = Served.of(policy_version, model_path.absolute())
+            self._serving = Serving(client, process, config=config.sglang, served=served, tell=self._inbox.put)
+            stack.callback(lambda: self._loop.run(self._serving.close()))
+            self._loop.run(self._serving.open(self._model, model))
+            self._opened = stack.pop_all()
+
+    @property
+    def num_running(self) -> int:
+        """Samples submitted and not given back."""
+        return len(self._running)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the server has sent so far."""
+        return self._serving.generation.num_tokens
+
+    @property
+    def usage(self) -> EngineUsage:
+        """What is at the server, and what the server has said of the samples that it ended."""
+        return self._serving.generation.usage
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Send a prompt group's samples to the server.
+
+        Raises:
+            PoisonSample: The request can't be generated; the text says why, and nothing is sent.
+            EngineFailed: The server is lost.
+        """
+        self._require_server()
+        samples = admitted_samples(
+            request,
+            first_order=self._num_submitted,
+            taken=self._running,
+            model=self._model,
+            max_context_tokens=self._max_context_tokens,
+        )
+        self._num_submitted += len(samples)
+        for sample in samples:
+            if (reason := sample.finish_reason) is not None:
+                self._inbox.put(sample.ended(reason))
+        unfinished = [sample for sample in samples if sample.finish_reason is None]
+        self._running |= {sample.sample_id for sample in unfinished}
+        if unfinished:
+            self._loop.soon(lambda: self._serving.generation.add(unfinished))
+
+    def poll(self, *, timeout_seconds: float) -> list[GeneratedSample]:
+        """Give what finished, waiting for the first; at once when nothing runs, the engine sleeps or is interrupted.
+
+        Raises:
+            EngineFailed: The server is lost.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        finished = self._finished()
+        while not finished and self._running and not self._asleep and self._serving.failure is None:
+            try:
+                first = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            if first is None:
+                break
+            finished = [first, *self._finished()]
+        self._running -= {sample.sample_id for sample in finished}
+        if not finished:
+            self._require_server()
+        return finished
+
+    def interrupt(self) -> None:
+        """Let a poll that waits return."""
+        self._inbox.put(None)
+
+    def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:
+        """Take samples out, all of them without `sample_ids`, and give them back with the tokens that the server had."""
+        samples = self._loop.run(self._serving.generation.withdraw(sample_ids))
+        self._running -= {sample.sample_id for sample in samples}
+        return [sample.ended(FinishReason.ABORT) for sample in samples]
+
+    def load_weights(self, weights: Weights, *, on_running: Literal["swap", "restart"] = "restart") -> None:
+        """Have the server load another policy version and prove that it holds it; on an error the old one keeps serving.
+
+        Raises:
+            WeightsError: The weights don't fit the model, or the server did not take them.
+            EngineFailed: The server is lost.
+        """
+        self._require_server()
+        tensors, version = self._model.fitted(weights.tensors), weights.policy_version
+        if (name := not_finite(tensors)) is not None:
+            self._loop.run(self._serving.refuse(f"policy version {version} has a value in {name} that is no finite number"))
+        else:
+            served = Served.of(version, self._folder / f"{version}-{time.monotonic_ns()}")
+            with ExitStack() as stack:
+                stack.callback(shutil.rmtree, served.folder, ignore_errors=True)
+                self._model.write_version(tensors, served.folder)
+                self._loop.run(self._serving.load(served, self._serving.expected(tensors), on_running=on_running))
+                stack.pop_all()
+            for folder in self._folder.iterdir():
+                if folder.is_dir() and folder != served.folder:
+                    shutil.rmtree(folder)
+        self.policy_version = version
+        self._asleep = False
+
+    def sleep(self) -> None:
+        """Take what runs off the server; the server keeps its memory."""
+        self._loop.run(self._serving.sleep())
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Let what waits go on; does nothing when awake."""
+        self._loop.soon(self._serving.wake)
+        self._asleep = False
+
+    def close(self) -> None:
+        """Drop what still runs, and end the server if it is ours."""
+        self._opened.close()
+        self._running.clear()
+
+    def _require_server(self) -> None:
+        if self._serving.failure is not None:
+            raise self._serving.failure
+
+    def _finished(self) -> list[GeneratedSample]:
+        found = []
+        while not self._inbox.empty():
+            if (sample := self._inbox.get()) is not None:
+                found.append(sample)
+        return found
+
+
+class LoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang", daemon=True)
+
+    def __enter__(self) -> LoopThread:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Wait for a coroutine, all of whose calls have deadlines of their own."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def soon(self, work: Callable[[], object]) -> None:
+        """Have something called, and don't wait for it."""
+        self._loop.call_soon_threadsafe(work)
