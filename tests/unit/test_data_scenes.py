@@ -114,6 +114,7 @@ def test_small_picture_of_a_zoom_tells_where_and_the_quarter_which_colour() -> N
         y, x = np.argwhere((small > BRIGHT).any(axis=2)).mean(axis=0)
         place = f"{'top' if y < 16 else 'bottom'} {'left' if x < 16 else 'right'}"
         reply = zoom(f"{place}.", messages=[], answer="", metadata=metadata, files=[])
+        assert metadata["answers"] == [place, row.answer]
         assert reply is not None
         assert reply.text == "<image>What colour is the square?"
         (shown,) = reply.media["image"]
