@@ -89,6 +89,13 @@ def test_run_needs_a_model_that_reads_pictures(tmp_path: Path) -> None:
         require_model(run_of(tmp_path, "qwen3"))
 
 
+def test_run_with_pictures_needs_an_engine_that_shows_them(tmp_path: Path) -> None:
+    run = picture_run(tmp_path, engine={"name": "sglang"})
+    with pytest.raises(ConfigError, match=r"kind image, and engine 'sglang' shows its model text alone; set engine.name = 'transformers'"):
+        require_model(run)
+    assert require_model(picture_run(tmp_path)).endswith("is complete")
+
+
 def test_run_with_sounds_needs_a_model_that_hears(tmp_path: Path) -> None:
     def run(family: str) -> RunConfig:
         return picture_run(tmp_path, model={"path": tmp_path / "none", "tiny": {"family": family}}, data={"source": "tones:pitch"})
