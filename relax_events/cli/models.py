@@ -22,7 +22,7 @@ def prepare(config: Path, *overrides: str) -> None:
         overrides: section.key=value, laid over the run file.
     """
     from relax_events.config import load_run_config
-    from relax_events.data.preparation import prepare_model
+    from relax_events.training.model_preparation import prepare_model
 
     print(prepare_model(load_run_config(config, overrides), report=_say))
 
@@ -39,7 +39,7 @@ def warm_start(config: Path, *overrides: str, output: Path | None = None) -> Non
         output: Where the trained model goes; the place of the old one when not given.
     """
     from relax_events.config import load_run_config
-    from relax_events.data.preparation import warm_start_model
+    from relax_events.training.model_preparation import warm_start_model
 
     print(warm_start_model(load_run_config(config, overrides), output=output, report=_say))
 
@@ -66,10 +66,11 @@ def make_tiny(path: Path, *, config: Path | None = None, corpus: Path | None = N
 def _from_run_file(path: Path, run_file: Path) -> Path:
     from relax_events.config import load_run_config
     from relax_events.config.generation import TinyModelConfig
-    from relax_events.data.preparation import make_tiny_for
+    from relax_events.training.model_preparation import make_tiny_for
 
     config = load_run_config(run_file)
-    return make_tiny_for(config.data, path, tiny=config.model.tiny or TinyModelConfig(), seed=config.run.seed)
+    tiny = config.model.tiny or TinyModelConfig()
+    return make_tiny_for(config.data, path, tiny=tiny, seed=config.run.seed, answers_key=config.warm_start.answers_key)
 
 
 def _from_corpus(path: Path, corpus: Path, seed: int) -> Path:

@@ -55,3 +55,6 @@ class WarmStartConfig(Section):
     """Problems in a supervised step."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-3
     """AdamW's learning rate in the supervised steps."""
+    answers_key: str = ""
+    """Where the run has an environment: what of a row's metadata lists the answers that a policy would give one after the other. The environment is
+    asked between them, and all of them are learnt. Empty learns the reference answer, as the only one."""

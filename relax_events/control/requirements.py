@@ -19,6 +19,8 @@ from relax_events.rewards.judging import load_grading
 MODEL_PACKAGES = ("torch", "transformers", "safetensors")
 MODEL_FILES = ("config.json", "tokenizer_config.json")
 MAX_PORT = 65_535
+ENGINES_OF_TEXT = ("sglang",)
+"""Engines that show no media to the model, whatever it reads."""
 
 
 def require_roles(config: RunConfig) -> str:
@@ -65,10 +67,13 @@ def require_model(config: RunConfig) -> str:
 
 
 def _require_reader_of_media(config: RunConfig) -> None:
-    """Refuse data that bring media where the model, as it is there or will be made, does not read such."""
+    """Refuse data that bring media where the engine, or the model as it is there or will be made, does not read such."""
     brought = {modality for part in (*config.data.parts, *config.evaluation.datasets) for modality in media_brought(part)}
     if not brought:
         return
+    if config.engine.name in ENGINES_OF_TEXT:
+        what = f"the data bring media of kind {min(brought)}, and engine {config.engine.name!r} shows its model text alone"
+        raise ConfigError(f"{what}; set engine.name = 'transformers'")
     path, tiny = config.model.path, config.model.tiny
     if path.exists() or tiny is not None:
         layout = MediaLayout.from_folder(path, config.model.media) if path.exists() else MEDIA_FAMILIES.get(tiny.family if tiny else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ class Drawn:
 
     answer: str
     file: bytes
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
 
 
 Draw = Callable[[np.random.Generator, Any], Drawn]

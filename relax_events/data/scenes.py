@@ -71,7 +71,8 @@ def _zoom(generator: np.random.Generator, options: SceneOptions) -> Drawn:
     small, quarter = np.repeat(background(generator, half)[..., :1], 3, axis=-1), half // 2
     small[y // 2 + 2 : y // 2 + quarter - 2, x // 2 + 2 : x // 2 + quarter - 2] = GREY
     original = base64.b64encode(_png(canvas)).decode()
-    return Drawn(name, _png(small), {"original": f"data:image/png;base64,{original}", "then": QUESTIONS["colour"]})
+    metadata = {"original": f"data:image/png;base64,{original}", "then": QUESTIONS["colour"], "answers": [CORNERS[corner], name]}
+    return Drawn(name, _png(small), metadata)
 
 
 def _square(generator: np.random.Generator, area: Canvas, colour: str) -> None:
@@ -108,6 +109,6 @@ SCENES = DrawnKind(
         "colour": (QUESTIONS["colour"], _colour),
         "count": (QUESTIONS["count"], _count),
         "where": (QUESTIONS["where"], _where),
-        "zoom": (QUESTIONS["where"], _zoom),
+        "zoom": (QUESTIONS["colour"], _zoom),
     },
 )

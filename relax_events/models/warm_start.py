@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,10 +22,18 @@ TEXT = Family()
 
 @dataclass(frozen=True, slots=True)
 class SupervisedExample:
-    """A prompt, the completion that the model should have written, with its end token, and what the prompt's placeholders stand for."""
+    """A prompt and what should follow.
+
+    Attributes:
+        prompt_tokens: Up to where the model goes on.
+        answer_tokens: The completion, with its end token; of several turns, the replies too.
+        chosen: Which of these the model should have written.
+        media: What the placeholders stand for, in the prompt and in replies.
+    """
 
     prompt_tokens: NDArray[np.int32]
     answer_tokens: NDArray[np.int32]
+    chosen: NDArray[np.bool_]
     media: tuple[ProcessedMedia, ...] = ()
 
 
@@ -72,34 +79,13 @@ def warm_start(
     model.train(mode=False)
 
 
-def greedy_completions(model: PreTrainedModel, examples: Sequence[SupervisedExample], *, family: Family = TEXT) -> list[NDArray[np.int32]]:
-    """Let the model complete the prompts by its likeliest tokens, up to the length of the longest reference answer."""
-    max_new_tokens = max(len(example.answer_tokens) for example in examples)
-    if any(example.media for example in examples):
-        return _completions_by_whole_forwards(model, examples, family, max_new_tokens)
-    prompts = pad_left([SupervisedExample(example.prompt_tokens, example.answer_tokens[:0]) for example in examples], device=model.device)
-    generate: Any = model.generate  # Typed by transformers as a tensor or a module.
-    output = generate(input_ids=prompts.input_ids, attention_mask=prompts.attention_mask, max_new_tokens=max_new_tokens, do_sample=False)
-    return list(output[:, prompts.input_ids.shape[1] :].cpu().numpy().astype(np.int32))
-
-
 @torch.inference_mode()
-def _completions_by_whole_forwards(
-    model: PreTrainedModel, examples: Sequence[SupervisedExample], family: Family, max_new_tokens: int
-) -> list[NDArray[np.int32]]:
-    """Complete prompts with media, without a cache: warm starts are checked on short answers."""
-    stops = model.generation_config.eos_token_id if model.generation_config else None
-    written = [replace(example, answer_tokens=example.answer_tokens[:0]) for example in examples]
-    for _ in range(max_new_tokens):
-        logits = _logits(model, pad_left(written, device=model.device, family=family), family)
-        likeliest = logits[:, -1].argmax(-1).cpu().numpy().astype(np.int32)
-        written = [replace(one, answer_tokens=np.append(one.answer_tokens, token)) for one, token in zip(written, likeliest, strict=True)]
-    return [_until_stop(one.answer_tokens, np.atleast_1d(np.array(stops))) for one in written]
-
-
-def _until_stop(tokens: NDArray[np.int32], stops: NDArray[Any]) -> NDArray[np.int32]:
-    found = np.flatnonzero(np.isin(tokens, stops))
-    return tokens[: found[0]] if len(found) else tokens
+def num_answered(model: PreTrainedModel, examples: Sequence[SupervisedExample], *, family: Family = TEXT) -> int:
+    """Count the examples that the model would complete as it should by its likeliest tokens."""
+    batch = pad_left(examples, device=model.device, family=family)
+    wanted = batch.labels[:, 1:]
+    likeliest = _logits(model, batch, family)[:, :-1].argmax(-1)
+    return int(((likeliest == wanted) | (wanted == IGNORED)).all(dim=1).sum())
 
 
 def pad_left(examples: Sequence[SupervisedExample], *, device: torch.device, family: Family = TEXT) -> PaddedBatch:
@@ -112,7 +98,7 @@ def pad_left(examples: Sequence[SupervisedExample], *, device: torch.device, fam
     for row, (example, length) in enumerate(zip(examples, lengths, strict=True)):
         tokens[row, width - length :] = np.concatenate([example.prompt_tokens, example.answer_tokens])
         mask[row, width - length :] = 1
-        labels[row, width - len(example.answer_tokens) :] = example.answer_tokens
+        labels[row, width - len(example.answer_tokens) :] = np.where(example.chosen, example.answer_tokens, IGNORED)
     positions = (mask.cumsum(axis=1) - 1).clip(min=0)
     sequences = [_sequence(example, row, width) for row, example in enumerate(examples)]
     media = family.inputs(sequences, position_ids=positions)
@@ -122,7 +108,7 @@ def pad_left(examples: Sequence[SupervisedExample], *, device: torch.device, fam
 
 def _sequence(example: SupervisedExample, row: int, width: int) -> MediaSequence:
     tokens = np.concatenate([example.prompt_tokens, example.answer_tokens])
-    given = np.arange(len(tokens)) < len(example.prompt_tokens)
+    given = np.append(np.ones(len(example.prompt_tokens), bool), ~example.chosen)
     return MediaSequence(f"example {row}", tokens, given, example.media, (row + 1) * width - len(tokens) + np.arange(len(tokens)))
 
 

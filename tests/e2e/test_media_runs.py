@@ -256,7 +256,7 @@ def test_run_talks_with_an_environment_that_shows_pictures_and_a_bad_one_ends_it
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("mode", [(), ("run.mode=sync", "run.max_staleness=0")], ids=["async", "sync"])
-@pytest.mark.parametrize(("task", "chance"), [("colours", 1 / 6), ("motion", 1 / 4), ("tones", 1 / 6), ("omni", 7 / 36)])
+@pytest.mark.parametrize(("task", "chance"), [("colours", 1 / 6), ("motion", 1 / 4), ("tones", 1 / 6), ("omni", 7 / 36), ("zoom", 1 / 6)])
 def test_model_learns_what_pictures_clips_and_sounds_show(
     relax: Relax, tmp_path: Path, bootstrap_servers: str, run_id: str, task: str, chance: float, mode: tuple[str, ...]
 ) -> None:

@@ -33,6 +33,10 @@ def echo_twice(completion: str, *, messages: list[dict[str, str]], answer: str, 
     return None if before == 2 else f"{metadata['word']} {len(completion)} of {answer}, after 1 and {before} more"
 
 
+def silent(completion: str, **told: Any) -> Replies:
+    return None
+
+
 def echo_always(completion: str, **told: Any) -> Replies:
     return "and?"
 

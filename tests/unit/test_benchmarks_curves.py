@@ -15,9 +15,9 @@ from relax_events.algorithms.describing import installed_algorithms
 from relax_events.config import load_run_config
 from relax_events.config.generation import TinyModelConfig
 from relax_events.data.generated import GeneratedSource
-from relax_events.data.preparation import make_tiny_for
 from relax_events.data.sources import open_stream
 from relax_events.rewards.scores import as_score
+from relax_events.training.model_preparation import make_tiny_for
 
 NAMES = [spec.name for spec in installed_algorithms()]
 SVG = "{http://www.w3.org/2000/svg}"

@@ -89,6 +89,13 @@ def test_run_needs_a_model_that_reads_pictures(tmp_path: Path) -> None:
         require_model(run_of(tmp_path, "qwen3"))
 
 
+def test_run_with_pictures_needs_an_engine_that_shows_them(tmp_path: Path) -> None:
+    run = picture_run(tmp_path, engine={"name": "sglang"})
+    with pytest.raises(ConfigError, match=r"kind image, and engine 'sglang' shows its model text alone; set engine.name = 'transformers'"):
+        require_model(run)
+    assert require_model(picture_run(tmp_path)).endswith("is complete")
+
+
 def test_run_with_sounds_needs_a_model_that_hears(tmp_path: Path) -> None:
     def run(family: str) -> RunConfig:
         return picture_run(tmp_path, model={"path": tmp_path / "none", "tiny": {"family": family}}, data={"source": "tones:pitch"})
@@ -114,6 +121,7 @@ def test_small_picture_of_a_zoom_tells_where_and_the_quarter_which_colour() -> N
         y, x = np.argwhere((small > BRIGHT).any(axis=2)).mean(axis=0)
         place = f"{'top' if y < 16 else 'bottom'} {'left' if x < 16 else 'right'}"
         reply = zoom(f"{place}.", messages=[], answer="", metadata=metadata, files=[])
+        assert metadata["answers"] == [place, row.answer]
         assert reply is not None
         assert reply.text == "<image>What colour is the square?"
         (shown,) = reply.media["image"]

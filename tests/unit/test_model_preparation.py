@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from relax_events.config import DataConfig, RunConfig
 from relax_events.config.generation import TinyModelConfig
-from relax_events.data.preparation import make_tiny_for, prepare_model, warm_start_model
 from relax_events.errors import ConfigError, EnvironmentProblem
+from relax_events.training.model_preparation import make_tiny_for, prepare_model, warm_start_model
 
 
 def run_config(folder: Path, *, steps: int = 0, target_loss: float = 0.0, tiny: dict[str, int] | None = None, seed: int = 0) -> RunConfig:

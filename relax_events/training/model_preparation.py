@@ -5,26 +5,23 @@ from __future__ import annotations
 import shutil
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 
 import orjson
 import torch
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from relax_events.config import DataConfig, RunConfig, WarmStartConfig
 from relax_events.config.generation import TinyModelConfig
-from relax_events.data.placeholders import with_media
-from relax_events.data.rendering import PromptRenderer
-from relax_events.data.rows import PromptRow
 from relax_events.data.sources import open_stream
+from relax_events.environments.demonstrations import Demonstrations, answers_of
 from relax_events.errors import ConfigError, EnvironmentProblem
-from relax_events.media.library import MediaLibrary
-from relax_events.models.families import Family, family_of
+from relax_events.models.families import family_of
 from relax_events.models.tiny import make_tiny
 from relax_events.models.tokenizer import constant_phrases
-from relax_events.models.warm_start import SupervisedExample, greedy_completions, warm_start
+from relax_events.models.warm_start import num_answered, warm_start
 
 RECIPE_FILE = "relax_events.json"
 NUM_CHECKED_PROMPTS = 256
@@ -94,8 +91,8 @@ def _check_writable(folder: Path) -> None:
         raise EnvironmentProblem(f"model folder {folder.parent} can't be written: {error.strerror}; give model.path in one that can") from None
 
 
-def make_tiny_for(data: DataConfig, path: Path, *, tiny: TinyModelConfig, seed: int) -> Path:
-    """Write a tiny model whose tokenizer is trained on the prompts and answers of a run's data.
+def make_tiny_for(data: DataConfig, path: Path, *, tiny: TinyModelConfig, seed: int, answers_key: str = "") -> Path:
+    """Write a tiny model whose tokenizer is trained on the prompts and answers of a run's data, those under `answers_key` among them.
 
     The text around the problems of each dataset becomes one token each: see `constant_phrases`.
     """
@@ -107,7 +104,11 @@ def make_tiny_for(data: DataConfig, path: Path, *, tiny: TinyModelConfig, seed: 
         by_dataset[stream.order.place(number).dataset].append(prompt)
     return make_tiny(
         path,
-        corpus=[*prompts, *(row.answer for row in rows), *(message.text for row in rows for learnt in row.completions for message in learnt)],
+        corpus=[
+            *prompts,
+            *(answer for row in rows for answer in answers_of(row, key=answers_key)),
+            *(message.text for row in rows for learnt in row.completions for message in learnt),
+        ],
         family=tiny.family,
         hidden_size=tiny.hidden_size,
         num_layers=tiny.num_layers,
@@ -126,26 +127,27 @@ def _copy_or_make(config: RunConfig, draft: Path, report: Report) -> None:
     elif config.model.tiny is None:
         raise ConfigError(f"model folder {config.model.path} does not exist; set model.path, or describe a small model in [model.tiny]")
     else:
-        make_tiny_for(config.data, draft, tiny=config.model.tiny, seed=config.run.seed)
+        make_tiny_for(config.data, draft, tiny=config.model.tiny, seed=config.run.seed, answers_key=config.warm_start.answers_key)
         report(f"made a random {config.model.tiny.family} of width {config.model.tiny.hidden_size}")
 
 
 def _train(config: RunConfig, path: Path, report: Report) -> None:
-    examples = _Examples(config, path)
     # Another order than the run's own, so that the run does not begin with the very prompts it was warmed up on.
     stream = open_stream(config.data, seed=config.run.seed, order_seed=config.run.seed + 1, shuffle=True)
     family = family_of(path, config.model.media)
     model = family.loader.from_pretrained(path, local_files_only=True, dtype=torch.float32)
     size = config.warm_start.batch_size
-    warm_start(
-        model,
-        batch=lambda step: [examples.of(stream[step * size + offset]) for offset in range(size)],
-        config=config.warm_start,
-        report=lambda step, loss: _report_step(step, loss, config.warm_start, report),
-        family=family,
-    )
-    first_unseen = config.warm_start.steps * size
-    accuracy = _greedy_accuracy(model, examples, [stream[first_unseen + offset] for offset in range(NUM_CHECKED_PROMPTS)], family)
+    with closing(Demonstrations(config, model_path=path)) as played:
+        warm_start(
+            model,
+            batch=lambda step: [played.of(stream[step * size + offset]) for offset in range(size)],
+            config=config.warm_start,
+            report=lambda step, loss: _report_step(step, loss, config.warm_start, report),
+            family=family,
+        )
+        first_unseen = config.warm_start.steps * size
+        unseen = [played.of(stream[first_unseen + offset]) for offset in range(NUM_CHECKED_PROMPTS)]
+    accuracy = num_answered(model, unseen, family=family) / NUM_CHECKED_PROMPTS
     report(f"greedy accuracy after the warm start: {accuracy:.2f} on {NUM_CHECKED_PROMPTS} prompts")
     model.save_pretrained(path)
 
@@ -157,31 +159,13 @@ def _report_step(step: int, loss: float, config: WarmStartConfig, report: Report
         report(f"warm start: step {step} of {config.steps}, loss {loss:.3f}")
 
 
-def _greedy_accuracy(model: PreTrainedModel, examples: _Examples, rows: list[PromptRow], family: Family) -> float:
-    completions = greedy_completions(model, [examples.of(row) for row in rows], family=family)
-    texts = (examples.renderer.completion_text(tokens) for tokens in completions)
-    return sum(text.strip() == row.answer.strip() for text, row in zip(texts, rows, strict=True)) / len(rows)
-
-
-class _Examples:
-    """Rows as they are learnt."""
-
-    def __init__(self, config: RunConfig, path: Path) -> None:
-        self.renderer = PromptRenderer.from_folder(path, config.data, media=config.model.media)
-        self._library = MediaLibrary(config, model_path=path)
-
-    def of(self, row: PromptRow) -> SupervisedExample:
-        media = tuple(self._library.show(item) for item in row.media)
-        messages = with_media(row.messages, [piece.reference for piece in media])
-        return SupervisedExample(self.renderer.prompt_tokens(messages, tools=row.tools), self.renderer.answer_tokens(row.answer), media)
-
-
 def _recipe(config: RunConfig) -> bytes:
     tiny = config.model.tiny
     recipe = {
         "data": config.data.model_dump(mode="json"),
         "media": config.model.media.model_dump(mode="json"),
         "tiny": None if tiny is None else tiny.model_dump(mode="json"),
+        "environment": config.environment.model_dump(mode="json"),
         "warm_start": config.warm_start.model_dump(mode="json"),
         "seed": config.run.seed,
     }
