@@ -42,23 +42,24 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     with open_worker("judge", config, index=index) as worker:
         judged = load_judged(config)
-        engine = open_judge(config)
+        engine = open_judge(worker)
         try:
             FlowMapRole(worker, Judging(worker, engine, judged)).run()
         finally:
             engine.close()
 
 
-def open_judge(config: RunConfig) -> Engine:
+def open_judge(worker: Worker) -> Engine:
     """Load the judging model on its engine.
 
     Raises:
         ConfigError: There is none, its engine is not installed, or it can't be loaded.
     """
-    judge = config.judge
+    config, judge = worker.config, worker.config.judge
     if judge.model_path is None:
         raise ConfigError("the judge role has no model; set judge.model_path to the folder of its checkpoint")
-    return open_engine(config.model_copy(update={"model": judge.as_model(judge.model_path), "engine": judge.engine}), name=judge.engine.name)
+    judging = config.model_copy(update={"model": judge.as_model(judge.model_path), "engine": judge.engine})
+    return open_engine(judging, name=judge.engine.name, metrics=worker.metrics.routing)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import POLICY_VERSION_HEADER, OutRecord, Record
 from relax_events.broker.registry import open_codec
 from relax_events.config import RunConfig
-from relax_events.errors import CorruptRecord, Fenced, ObjectError, PoisonSample, RelaxError, SchemaError, StepNotFinite
+from relax_events.errors import CorruptRecord, Fenced, MediaError, ObjectError, PoisonSample, RelaxError, SchemaError, StepNotFinite
 from relax_events.events.codec import UnknownFingerprint
 from relax_events.events.parts import Command, Outcome, WorkerState
 from relax_events.events.types import Event, MetricsReported, RunCommanded, WorkerBeat
@@ -37,6 +37,8 @@ ANNOUNCEMENT_SECONDS = 5.0
 ANSWER_SECONDS = 5.0
 """A broker that has not acknowledged a beat for so long is away."""
 RESTART_CODE = 8
+UNUSABLE = (CorruptRecord, SchemaError, ObjectError, PoisonSample, MediaError)
+"""What makes a record a dead letter."""
 STEPS_NOT_FINITE = "steps_not_finite"
 """Reported of a step whose loss or gradient was no finite number, under the version that it started from."""
 
@@ -75,6 +77,7 @@ class Worker(AbstractContextManager["Worker"]):
         self.connection = Connection.of(config.broker, client_id=f"{config.run.id}.{self.worker_id}")
         self.codec = open_codec(config.broker)
         self.metrics = WorkerMetrics(role)
+        self.metrics.expect_dead_letters(error.__name__ for error in UNUSABLE)
         self.traces = open_traces(config, role=role, worker_id=self.worker_id, counts=self.metrics.spans)
         self.drain = Drain(seconds=config.workers.drain_seconds)
         self.beats = Beats(self._beat, worker_id=self.worker_id, role=role, interval_seconds=config.workers.beat_seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -75,6 +75,11 @@ class WorkerMetrics:
     def expired(self, count: int) -> None:
         """Count records whose version left the window."""
         self._expired.labels(self._role).inc(count)
+
+    def expect_dead_letters(self, reasons: Iterable[str]) -> None:
+        """Count none yet, for these classes of errors: what Prometheus first sees as 1 it takes for no increase."""
+        for reason in reasons:
+            self._letters.labels(self._role, reason)
 
     def dead_lettered(self, reason: str) -> None:
         """Count a dead letter by the class of its error."""

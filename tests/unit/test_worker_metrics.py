@@ -33,6 +33,15 @@ def test_lag_of_a_slot_whose_partitions_went_to_another_worker_is_not_told_any_m
     assert lag_of(metrics) == {("reward", "rollout.samples", "0"): 2, ("reward", "rollout.samples", "1"): 1}
 
 
+def test_dead_letters_that_may_come_are_counted_from_zero_on() -> None:
+    metrics = WorkerMetrics("reward")
+    metrics.expect_dead_letters(["CorruptRecord", "PoisonSample"])
+    metrics.dead_lettered("PoisonSample")
+    families = text_string_to_metric_families(metrics.exposition().decode())
+    counts = {one.labels["reason"]: one.value for family in families for one in family.samples if one.name == "relax_dead_letters_total"}
+    assert counts == {"CorruptRecord": 0, "PoisonSample": 1}
+
+
 def test_number_of_series_does_not_grow_with_versions() -> None:
     def series(num_versions: int) -> int:
         metrics = WorkerMetrics("rollout")

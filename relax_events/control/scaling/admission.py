@@ -187,7 +187,8 @@ def _request(state: ScaleState, bounds: Bounds, pool: Pool, asked: Asked, found:
 
 def _told(asked: Asked, pool: Pool, found: Sequence[ElasticWorker]) -> str:
     names = ", ".join(worker.worker_id for worker in found)
-    return f"{names} {'come' if asked.kind is Kind.OUT else 'go'}{'s' if len(found) == 1 else ''}, of model {pool.model}"
+    come, go = ("comes", "goes") if len(found) == 1 else ("come", "go")
+    return f"{names} {come if asked.kind is Kind.OUT else go}, of model {pool.model}"
 
 
 def cancellation(request: ScaleRequest) -> ScaleRequest:

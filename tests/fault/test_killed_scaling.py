@@ -1,0 +1,70 @@
+"""The controller dies in every state of a request for workers: the one that follows takes it up where the log says it is."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+from harness import FaultRun, assert_books_balance, mark_of
+from scaling_calls import API, scale, state_of, statuses, until_over
+
+from relax_events.control.scaling import Status
+
+OUT = ["CREATING", "HEALTH_CHECKING", "WEIGHT_SYNCING", "READY", "ACTIVE"]
+IN = ["DRAINING", "REMOVING", "COMPLETED"]
+POINTS = {
+    "before and after each of the first": [
+        "controller.before_command",  # nothing is written
+        "controller.after_command",  # PENDING
+        "controller.before_command:2",  # CREATING
+        "controller.after_command:2",  # WEIGHT_SYNCING
+        "controller.before_command:3",  # ACTIVE, the call to shrink is not written
+        "controller.after_command:3",  # REMOVING
+    ],
+    "in the states between": [
+        "controller.after_command",  # PENDING
+        "controller.after_command:2",  # HEALTH_CHECKING
+        "controller.before_command:3",  # READY
+        "controller.after_command:3",  # DRAINING
+    ],
+}
+
+
+def call(run: FaultRun, *words: str) -> str:
+    """Call until a controller answers, as a script does: the key keeps a call that is repeated from being a second one."""
+    answers = []
+
+    def is_answered() -> bool:
+        answers.append(scale(run, *words))
+        return answers[-1][0] == 0
+
+    run.until(is_answered, f"`relax scale {' '.join(words)}` is answered")
+    return str(answers[-1][1]["request_id"])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
+def test_controller_that_dies_in_a_state_of_scaling_leaves_nothing_half_done(points: list[str], start_run: Callable[..., FaultRun]) -> None:
+    run = start_run(run={"num_steps": 12}, workers={"max_restarts": len(points) + 1}, **API)
+    armed = [f"{point}=kill" for point in points]
+    run.arm(*armed)
+    run.start()
+    run.until_steps(1)
+    run.signal(signal.SIGSTOP, "trainer-0")  # so that the run is not over before
+    grown = call(run, "out", "--to", "2", "--key", "grow")
+    assert until_over(run, grown) is Status.ACTIVE
+    run.until(lambda: run.is_ready("rollout-1"), "the new worker is ready")
+    shrunk = call(run, "in", "--to", "1", "--yes", "--key", "shrink")
+    assert until_over(run, shrunk) is Status.COMPLETED
+    run.signal(signal.SIGCONT, "trainer-0")
+
+    assert run.fired() == {mark_of(point) for point in armed}
+    assert (statuses(run, grown), statuses(run, shrunk)) == (OUT, IN), "no step twice, none left out"
+    left = state_of(run)
+    assert ([*left.requests], left.workers) == ([grown, shrunk], {})
+    assert set(run.living()) == set(run.worker_ids)
+    assert run.until_ended(run.process) == 0
+    ledger = assert_books_balance(run)
+    assert (ledger["rollouts_regenerated"], ledger["outcomes"]["failed"]) == (0, 0)
