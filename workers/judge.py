@@ -31,6 +31,7 @@ from relax_events.pipeline.worker import Worker
 from relax_events.rewards.judging import JudgedReward, load_judged
 from relax_events.rewards.scores import Score, as_score
 from relax_events.rewards.scoring import as_scored, reward_item, source_of
+from relax_events.telemetry.routing_metrics import RoutingMetrics
 from workers.engine_watch import EngineWatch
 from workers.opening import open_worker
 from workers.rollout import open_engine
@@ -42,24 +43,24 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     with open_worker("judge", config, index=index) as worker:
         judged = load_judged(config)
-        engine = open_judge(worker)
+        engine = open_judge(config, metrics=worker.metrics.routing)
         try:
             FlowMapRole(worker, Judging(worker, engine, judged)).run()
         finally:
             engine.close()
 
 
-def open_judge(worker: Worker) -> Engine:
+def open_judge(config: RunConfig, *, metrics: RoutingMetrics) -> Engine:
     """Load the judging model on its engine.
 
     Raises:
         ConfigError: There is none, its engine is not installed, or it can't be loaded.
     """
-    config, judge = worker.config, worker.config.judge
+    judge = config.judge
     if judge.model_path is None:
         raise ConfigError("the judge role has no model; set judge.model_path to the folder of its checkpoint")
     judging = config.model_copy(update={"model": judge.as_model(judge.model_path), "engine": judge.engine})
-    return open_engine(judging, name=judge.engine.name, metrics=worker.metrics.routing)
+    return open_engine(judging, name=judge.engine.name, metrics=metrics)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from relax_events.weights.artifacts import weights_digest
+from relax_events.weights.artifacts import transit_digest
 from relax_events.weights.broadcast.layout import ALIGNMENT, Layout, RowDigest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int64)
@@ -35,7 +35,7 @@ def test_row_put_together_from_buckets_holds_the_tensors_and_has_their_digest(te
     views = layout.views(row)
     assert views.keys() == tensors.keys()
     assert all(view.dtype == tensors[name].dtype and torch.equal(view, tensors[name]) for name, view in views.items())
-    assert digest.value() == weights_digest(tensors)
+    assert digest.value() == transit_digest(tensors)
 
 
 @given(tensor_sets(), BUCKETS)

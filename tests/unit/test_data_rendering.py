@@ -72,7 +72,7 @@ def test_renderer_refuses_a_folder_that_is_missing_or_empty(tmp_path: Path) -> N
 def test_renderer_refuses_a_chat_template_that_is_not_there() -> None:
     tokenizer = train_tokenizer(["abc"])
     tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match=r"has no chat template; set data.chat_template = false"):
+    with pytest.raises(ConfigError, match=r"has no chat template; take one that has, or set data.chat_template = false"):
         PromptRenderer(tokenizer, CHAT)
     assert PromptRenderer(tokenizer, RAW).stop_token_ids == (tokenizer.eos_token_id,)
 

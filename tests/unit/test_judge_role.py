@@ -21,6 +21,7 @@ from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.events.types import SampleScored
 from relax_events.rewards.judging import load_judged
+from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.topics import TopicPlan
 from tests.unit.trainer_samples import tiny_model
 from workers.judge import Judging, open_judge
@@ -177,7 +178,7 @@ def test_judge_of_the_run_s_own_writes_side_by_side_and_alike(make_run_config: M
     config, told = make_run_config(reward={"function": "genrm"}, judge=judge), []
     for order in ([0, 1, 2], [2, 0, 1]):
         stage = Stage(config)
-        stage.judging._engine = opened = open_judge(config)
+        stage.judging._engine = opened = open_judge(config, metrics=WorkerMetrics("judge").routing)
         for index in order:
             stage.judging.begin(KEYS[index], rolled_out(index=index))
         assert stage.judging.room == 1
@@ -263,7 +264,7 @@ def test_judge_is_looked_at_before_the_run_starts(make_run_config: MakeRunConfig
     with pytest.raises(ConfigError, match=r"reward.weights names accuracy, and a judge gives reward alone"):
         load_judged(config(weights={"accuracy": 1.0}))
     with pytest.raises(ConfigError, match=r"the judge role has no model; set judge.model_path"):
-        open_judge(make_run_config())
+        open_judge(make_run_config(), metrics=WorkerMetrics("judge").routing)
 
 
 def test_version_of_the_reward_is_that_of_template_model_and_sampling(make_run_config: MakeRunConfig) -> None:
