@@ -56,7 +56,7 @@ class JudgeConfig(Section):
     unreadable: Literal["fail", "zero"] = "fail"
     """What becomes of a sample whose judgement holds no score in range: scoring it has failed, or its reward is 0."""
     engine: JudgeEngineConfig = JudgeEngineConfig()
-    """The engine of each worker: `name = "sglang"` starts a server, or attaches to the one at `sglang.url`."""
+    """The engine of each worker: `name = "sglang"` starts servers, or attaches to those at `sglang.urls`."""
 
     def as_model(self, path: Path) -> ModelConfig:
         """Return the judge as code takes it that loads any model."""
@@ -76,7 +76,7 @@ def check_judge(config: RunConfig) -> None:
         rule = f"judge.model_path is of no use with reward.function = {reward.function!r}"
         raise ValueError(f"{rule}, which asks no judge; set reward.function = '{JUDGED}', or leave judge.model_path out")
     if any("url" in reward.chosen[source].options for source in config.judged_sources):
-        remedy = "leave url out, and set judge.engine.sglang.url to attach to a server of your own"
+        remedy = "leave url out, and set judge.engine.sglang.urls to attach to servers of your own"
         raise ValueError(f"reward.options.url and judge.model_path name two judges; {remedy}")
     if any(dataset.reward is None for dataset in config.evaluation.datasets):
         raise ValueError("the judge scores what is trained, not evaluations; give evaluation.datasets a reward of their own")
