@@ -204,7 +204,9 @@ def test_engine_that_refuses_what_another_takes_is_opened_anew(open_router: Open
     sites[0].refuses_weights = False
     samples = finish(router)
     assert len(samples) == 12
-    assert {tuple(segment.policy_version for segment in sample.segments) for sample in samples.values()} == {(0, 1)}
+    versions = {tuple(segment.policy_version for segment in sample.segments) for sample in samples.values()}
+    assert (0, 1) in versions
+    assert versions <= {(0, 1), (1,)}  # the last may not have begun when the version came
     wait_for(router, lambda: len(router._serving) == 2)
     assert [len(site.engines) for site in sites] == [2, 1]
 
