@@ -4,7 +4,6 @@ from benchmarks import (
     bus,
     codec,
     curves,
-    elastic,
     endurance,
     footprint,
     kernels,
@@ -37,5 +36,4 @@ weight_changes.main()
 trl.main()
 curves.main()
 workloads.main()
-elastic.main()
 endurance.main()
