@@ -23,6 +23,7 @@ COMMANDS = {
     "ledger": ("relax_events.cli.ledger:app", "Prove from the log that nothing was lost or trained twice: check."),
     "algorithms": ("relax_events.cli.algorithms:app", "Show what a run can be trained by: list, show."),
     "models": ("relax_events.cli.models:app", "Make small models for trying things out: prepare, warm-start, make-tiny."),
+    "serve": ("relax_events.cli.serve:serve", "Serve a model behind SGLang's HTTP API and a part of OpenAI's, without SGLang."),
     "broker": ("relax_events.cli.broker:app", "Run a real Kafka broker, secure it or a cluster: start, stop, status, logs, format, secure, quota."),
 }
 HELP_FLAGS = ("--help", "-h")

@@ -141,9 +141,9 @@ class PromptRenderer:
         """Render a reference answer as the completion that the model should write, with the token that ends it."""
         return np.append(self.encode(answer), np.int32(self.stop_token_ids[0]))
 
-    def completion_text(self, tokens: NDArray[np.int32]) -> str:
-        """Decode a completion without its special tokens; bytes that are no UTF-8 become replacement characters."""
-        return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+    def completion_text(self, tokens: NDArray[np.int32], *, skip_special_tokens: bool = True) -> str:
+        """Decode a completion, without its special tokens unless they are wanted; bytes that are no UTF-8 become replacement characters."""
+        return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=skip_special_tokens))
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Give the tokens of a text as it stands."""

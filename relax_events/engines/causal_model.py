@@ -97,6 +97,25 @@ class CausalModel:
         )
         return self._logits(output.last_hidden_state[:, 0])
 
+    def logprobs(self, tokens: Int[Tensor, " length"]) -> Float[Tensor, " targets"]:
+        """Run a sequence of text; give the log-probability of each token but the first, in nats."""
+        hidden = self.family.language(self._module)(input_ids=tokens[None], use_cache=False).last_hidden_state[0, :-1]
+        picked: Tensor = self._logits(hidden).float().log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        return picked
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Give the weights, by Hugging Face name; views."""
+        return {name: parameter.detach() for name, parameter in self._module.named_parameters()}
+
+    def read_weights(self, folder: Path) -> dict[str, Tensor]:
+        """Load the weights of a folder beside these, on the CPU, in this model's dtype.
+
+        Raises:
+            ConfigError: The folder is missing or holds no model of this family.
+        """
+        other = load_causal_lm(folder, attention="eager", dtype=self._module.dtype, device=torch.device("cpu"), loader=self.family.loader)
+        return {name: parameter.detach() for name, parameter in other.named_parameters()}
+
     def replace_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Take other weights of the same model, in Hugging Face names; on an error the old ones stay.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,7 +147,7 @@ class RowTable:
         Returns:
             The samples with all their tokens, and the moves that the cache has to follow: sources and targets.
         """
-        left = [self._take(row) for row in rows]
+        left = [self.so_far(row) for row in rows]
         kept = self.num_rows - len(rows)
         gone = set(rows)
         targets = sorted(row for row in gone if row < kept)
@@ -159,12 +159,16 @@ class RowTable:
         del self.samples[kept:]
         return left, sources, targets
 
-    def _take(self, row: int) -> Sample:
+    def so_far(self, row: int) -> Sample:
+        """Give a copy of the sample in a row, with all its tokens; the row goes on."""
         sample, count = self.samples[row], int(self._counts[row])
-        sample.tokens, sample.logprobs = self._tokens[row, :count].copy(), self._logprobs[row, :count].copy()
-        sample.top_tokens = self._top_tokens[row, :count, : sample.top_tokens.shape[1]].copy()
-        sample.segments = joined_segments(sample.segments, _runs(sample.marks, count))
-        return sample
+        return replace(
+            sample,
+            tokens=self._tokens[row, :count].copy(),
+            logprobs=self._logprobs[row, :count].copy(),
+            top_tokens=self._top_tokens[row, :count, : sample.top_tokens.shape[1]].copy(),
+            segments=joined_segments(sample.segments, _runs(sample.marks, count)),
+        )
 
     def _arrays(self) -> tuple[NDArray[np.generic], ...]:
         places = (self.next_tokens, self.positions, self.position_shifts)

@@ -23,6 +23,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_events.config import EngineConfig, ModelConfig
@@ -99,6 +100,11 @@ class TransformersEngine:
         )
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids lie below this."""
+        return self._model.vocab_size
+
+    @property
     def cache_bytes(self) -> int:
         """Memory that the key-value cache takes at present."""
         return self._cache.num_bytes
@@ -146,6 +152,29 @@ class TransformersEngine:
         waiting = [sample for sample in self._waiting if wanted is None or sample.sample_id in wanted]
         self._waiting = deque(sample for sample in self._waiting if sample not in waiting)
         return [sample.ended(FinishReason.ABORT) for sample in (*self._leave(rows), *waiting)]
+
+    def so_far(self, sample_ids: Collection[str]) -> list[GeneratedSample]:
+        """Give running samples as `abort` would; they go on. Those that wait or have ended are left out."""
+        wanted = set(sample_ids)
+        rows = (row for row, sample in enumerate(self._table.samples) if sample.sample_id in wanted)
+        return [self._table.so_far(row).ended(FinishReason.ABORT) for row in rows]
+
+    @torch.inference_mode()
+    def score(self, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Give the log-probability of each token but the first after those before it, in nats, of text alone and without temperature."""
+        return self._model.logprobs(self._tensor(tokens.astype(np.int64))).cpu().numpy()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Give the weights that serve, by Hugging Face name; they change with the next version."""
+        return self._model.tensors()
+
+    def read_weights(self, folder: Path) -> dict[str, Tensor]:
+        """Load a folder's weights beside those that serve; from any thread.
+
+        Raises:
+            ConfigError: The folder is missing or holds no model of this kind.
+        """
+        return self._model.read_weights(folder)
 
     def load_weights(self, weights: Weights, *, on_running: Literal["swap", "restart"] = "restart") -> None:
         """Go over to another policy version; on an error the old one keeps serving.

@@ -12,6 +12,7 @@ import httpx2
 import pytest
 from engine_requests import MakeEngine, make_engine, tiny_model
 from routed_engines import make_router, make_sites
+from served_model import served
 
 from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
 from relax_events.engines.protocol import Engine
@@ -55,14 +56,32 @@ def await_ready(process: ServerProcess) -> None:
     raise AssertionError(f"not ready within {START_SECONDS:g} s: {process.log_tail()}")
 
 
+@pytest.fixture(scope="session")
+def our_url() -> Iterator[str]:
+    """Give the address of our own server of the tiny model, which speaks as SGLang does."""
+    with served(is_incremental=True) as url:
+        yield url
+
+
 @pytest.fixture
 def make_sglang(server_url: str) -> Iterator[MakeEngine]:
     """Return a maker of engines on the session's server: one at a time."""
+    yield from makers_of(server_url)
+
+
+@pytest.fixture
+def make_served(our_url: str) -> Iterator[MakeEngine]:
+    """Return a maker of engines on our own server: one at a time."""
+    yield from makers_of(our_url)
+
+
+def makers_of(url: str) -> Iterator[MakeEngine]:
+    """Give a maker of engines that take a server over, and close them."""
     engines: list[SGLangEngine] = []
 
     def make(path: Path | None = None, **settings: Any) -> Engine:
         path = path or tiny_model()
-        config = EngineConfig(**BOUNDS | settings, sglang=SGLangConfig(urls=(server_url,)))
+        config = EngineConfig(**BOUNDS | settings, sglang=SGLangConfig(urls=(url,)))
         engines.append(SGLangEngine(path, config=config, model=ModelConfig(path=path)))
         return engines[-1]
 
@@ -79,7 +98,7 @@ def make_routed() -> Iterator[MakeEngine]:
         yield lambda path=None, **settings: stack.enter_context(closing(make_router(make_sites(2, path=path, **BOUNDS | settings))))
 
 
-@pytest.fixture(params=["transformers", "sglang", "routed"])
+@pytest.fixture(params=["transformers", "sglang", "served", "routed"])
 def make(request: pytest.FixtureRequest) -> MakeEngine:
     """Return a maker of engines, of each kind in turn."""
     if request.param == "transformers":

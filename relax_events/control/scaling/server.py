@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import socket
 import threading
@@ -15,6 +14,7 @@ from relax_events.config import RunConfig, ScalingConfig
 from relax_events.control.scaling.desk import Errand, ScaleDesk
 from relax_events.control.scaling.place import ApiPlace
 from relax_events.errors import EnvironmentProblem
+from relax_events.listening import open_listener, url_of
 
 log = structlog.get_logger()
 PACKAGES = ("fastapi", "uvicorn")
@@ -47,15 +47,8 @@ def require_api_port(config: RunConfig) -> str:
 
 
 def _listen(config: ScalingConfig) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((config.host, config.port))
-    except OSError as error:
-        listener.close()
-        remedy = "set scaling.port = 0 for a free one" if error.errno == errno.EADDRINUSE else "set scaling.host"
-        raise EnvironmentProblem(f"can't serve the API on {config.host}:{config.port}: {error.strerror}; {remedy}") from None
-    return listener
+    remedies = "set scaling.port = 0 for a free one", "set scaling.host"
+    return open_listener(config.host, config.port, remedies=remedies, what="the API")
 
 
 class ApiServer:
@@ -72,8 +65,7 @@ class ApiServer:
         self._desk, self._put, self._token = desk, put, place.open_token()
         self._listener = _listen(config.scaling)
         self._listener.listen()
-        host, port = self._listener.getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.url = url_of(self._listener)
         place.announce(self.url)
         self._server: Any = None
         self._is_closing = False

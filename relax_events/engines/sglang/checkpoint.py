@@ -81,7 +81,7 @@ class ModelFolder:
         Raises:
             WeightsError: A tensor is missing, unknown or of another shape; the text names it.
         """
-        given = {name: part for whole, tensor in tensors.items() for name, part in _single(whole, tensor)}
+        given = {name: part for whole, tensor in tensors.items() for name, part in single_tensors(whole, tensor)}
         if self.has_tied_head and "lm_head.weight" not in self.shapes:
             given.pop("lm_head.weight", None)
         if unknown := sorted(given.keys() - self.shapes.keys()):
@@ -107,9 +107,12 @@ class ModelFolder:
             for file in self.path.iterdir():
                 if ".safetensors" not in file.name:
                     (folder / file.name).symlink_to(file.resolve())
+            files: dict[str, str] = {}
             for number, names in enumerate(file_shares(tensors, max_file_bytes=MAX_FILE_BYTES)):
                 own = {name: tensors[name].clone(memory_format=torch.contiguous_format) for name in names}
-                safetensors.torch.save_file(own, folder / f"model-{number:05}.safetensors")
+                safetensors.torch.save_file(own, folder / (file_name := f"model-{number:05}.safetensors"), metadata={"format": "pt"})
+                files |= dict.fromkeys(names, file_name)
+            (folder / "model.safetensors.index.json").write_bytes(orjson.dumps({"metadata": {}, "weight_map": files}))
         except (OSError, safetensors.SafetensorError) as error:
             remedy = "make room, or set engine.sglang.weights_directory"
             raise WeightsError(f"weights can't be written to {folder} for the server: {error}; {remedy}") from error
@@ -121,7 +124,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
     return next((name for name, tensor in tensors.items() if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())), None)
 
 
-def _single(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def single_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Give the tensors of a checkpoint that one of transformers' holds."""
     if (found := FUSED_EXPERTS.match(name)) is None or tensor.ndim != 3:
         yield name, tensor

@@ -1,0 +1,72 @@
+"""`relax serve`: a model behind SGLang's HTTP API, without SGLang."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+PACKAGES = ("fastapi", "uvicorn")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+DRAIN_SECONDS = 30
+"""For answers that are under way when the server is asked to end."""
+
+def serve(
+    model: Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 30000,
+    served_model_name: str = "",
+    max_context_tokens: int = 4096,
+    max_running_samples: int = 64,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    device: str = "auto",
+    threads: int = 1,
+    incremental_streaming_output: bool = False,
+    token_file: Path | None = None,
+) -> None:
+    """Serve a model by engine `transformers` behind SGLang's HTTP API and a part of OpenAI's, until Ctrl-C.
+
+    Example: relax serve .relax/models/quickstart --port 30000
+
+    Args:
+        model: A folder in Hugging Face layout, as `relax models prepare` makes it.
+        host: Address to listen on; other machines get in only with a token.
+        port: 0 takes a free one.
+        served_model_name: What OpenAI's clients call it; by default the folder's name.
+        max_context_tokens: Prompt and completion together.
+        max_running_samples: Decoded side by side; others wait.
+        dtype: Of the weights.
+        device: Where they go; `auto` takes a GPU where there is one.
+        threads: CPU threads; 0 leaves the choice to torch.
+        incremental_streaming_output: Let streamed events have what is new, as engine `sglang` needs it, not all so far.
+        token_file: Holds a token without which nobody is answered.
+    """
+    from importlib.util import find_spec
+
+    from relax_events.broker.security.folder import read_secret
+    from relax_events.errors import ConfigError, EnvironmentProblem
+    from relax_events.listening import open_listener, url_of
+
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        raise EnvironmentProblem(f"relax serve needs {missing[0]}, which is not installed; install relax-events[api]")
+    token = read_secret(token_file, key="--token-file") if token_file else ""
+    if not token and host not in LOOPBACK:
+        raise ConfigError(f"--host {host} lets other machines load weights from any folder here; give a --token-file, or listen on {LOOPBACK[0]}")
+    remedies = "give another --port, 0 for a free one", "give an address of this machine as --host"
+    with open_listener(host, port, remedies=remedies, what="the model") as listener:
+        listener.listen()
+        import uvicorn  # only now, as it takes seconds: what is wrong so far is said at once
+
+        from relax_events.config import EngineConfig, ModelConfig
+        from relax_events.engines.api.app import make_app
+
+        app = make_app(
+            ModelConfig(path=model, dtype=dtype, device=device),
+            EngineConfig(max_context_tokens=max_context_tokens, max_running_samples=max_running_samples, threads=threads),
+            model_name=served_model_name or model.resolve().name,
+            is_incremental=incremental_streaming_output,
+            token=token,
+        )
+        print(url_of(listener), flush=True)
+        settings = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN_SECONDS)
+        uvicorn.Server(settings).run(sockets=[listener])

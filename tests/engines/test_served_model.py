@@ -1,0 +1,213 @@
+"""A model behind `relax serve`: what SGLang's own tests say of it, and what a person meets who asks it amiss."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+from engine_requests import other_weights, plain_logprobs, tiny_model
+from served_model import served
+
+from relax_events.engines.sglang.checkpoint import ModelFolder
+from relax_events.models.tiny import make_tiny
+from relax_events.weights import Weights
+
+KITS = Path(__file__).with_name("sglang_kits.py")
+SECONDS = 60.0
+PROMPT = [40, 41, 42]
+LONGEST = {"max_new_tokens": 4000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Give the address of a served model, whose streamed events have all so far."""
+    with served(max_context_tokens=4096, max_running_samples=32) as address:
+        yield address
+
+
+def ask(url: str, path: str, body: dict[str, Any], code: int = 200) -> Any:
+    """Post, and return the reply."""
+    reply = httpx2.post(f"{url}{path}", json=body, timeout=SECONDS, trust_env=False)
+    assert reply.status_code == code, reply.text
+    return reply.json() if reply.content else None
+
+
+def generate(url: str, *, code: int = 200, num_tokens: int = 8, sampling: dict[str, Any] | None = None, **body: Any) -> Any:
+    """Ask SGLang's way."""
+    prompt = {} if "text" in body else {"input_ids": PROMPT}
+    return ask(url, "/generate", prompt | {"sampling_params": {"max_new_tokens": num_tokens, "ignore_eos": True, **(sampling or {})}} | body, code)
+
+
+def events(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Read a stream to its end."""
+    with httpx2.stream("POST", f"{url}{path}", json=body, timeout=SECONDS, trust_env=False) as reply:
+        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+@pytest.mark.timeout(300)
+def test_kits_and_client_of_sglang_pass(url: str, sglang_python: str) -> None:
+    ran = subprocess.run([sglang_python, str(KITS), url], capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert ran.stderr.count("... ok") >= 13
+    assert "skipped" not in ran.stderr
+
+
+def test_logprobs_of_prompt_and_completion_are_those_of_the_model(url: str) -> None:
+    reply = generate(url, return_logprob=True, logprob_start_len=0, sampling={"temperature": 0.7, "top_k": 5})
+    entries = reply["meta_info"]["output_token_logprobs"]
+    assert [entry[1] for entry in entries] == reply["output_ids"]
+    expected = plain_logprobs(np.array(PROMPT), np.array(reply["output_ids"]), temperature=0.7)
+    np.testing.assert_allclose([entry[0] for entry in entries], expected, atol=1e-5)
+    (first, *others) = reply["meta_info"]["input_token_logprobs"]
+    assert first[:2] == [None, PROMPT[0]]
+    np.testing.assert_allclose([entry[0] for entry in others], plain_logprobs(np.array(PROMPT[:1]), np.array(PROMPT[1:])), atol=1e-5)
+
+
+def test_a_seed_and_greedy_sampling_repeat_themselves(url: str) -> None:
+    drawn = [generate(url, sampling={"sampling_seed": 5})["output_ids"] for _ in range(2)]
+    assert drawn[0] == drawn[1] != generate(url, sampling={"sampling_seed": 6})["output_ids"]
+    assert len({tuple(generate(url, sampling={"temperature": 0})["output_ids"]) for _ in range(2)}) == 1
+
+
+def test_several_prompts_come_back_in_order_with_settings_of_their_own(url: str) -> None:
+    body = {"text": ["12=", "a"], "rid": ["one", "two"], "sampling_params": [{"max_new_tokens": count, "ignore_eos": True} for count in (2, 5)]}
+    replies = ask(url, "/generate", body)
+    assert [(reply["meta_info"]["id"], len(reply["output_ids"])) for reply in replies] == [("one", 2), ("two", 5)]
+    again = generate(url, rid="many", sampling={"n": 3})
+    assert [reply["meta_info"]["id"] for reply in again] == ["many/0", "many/1", "many/2"]
+
+
+def test_text_that_stops_ends_the_answer_before_it(url: str) -> None:
+    whole = generate(url, num_tokens=60, sampling={"temperature": 0, "top_k": 1})["text"]
+    stop = next(text for place in range(5, len(whole)) if "\ufffd" not in (text := whole[place : place + 2]) and len(text) == 2)
+    for more in ({}, {"no_stop_trim": True}):
+        reply = generate(url, num_tokens=60, sampling={"temperature": 0, "stop": ["never there", stop], **more})
+        assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+        assert reply["text"] == whole[: whole.index(stop) + (len(stop) if more else 0)]
+        assert reply["meta_info"]["completion_tokens"] == len(reply["output_ids"]) < 60
+
+
+def test_stream_grows_to_what_is_answered_at_once(url: str) -> None:
+    sampling = {"max_new_tokens": 300, "ignore_eos": True, "sampling_seed": 9}
+    *growing, last = events(url, "/generate", {"input_ids": PROMPT, "sampling_params": sampling, "stream": True})
+    assert growing
+    whole = generate(url, sampling=sampling)
+    assert (last["output_ids"], last["text"]) == (whole["output_ids"], whole["text"])
+    assert all(event["output_ids"] == whole["output_ids"][: len(event["output_ids"])] for event in growing)
+    assert {event["meta_info"]["finish_reason"] is None for event in growing} == {True}
+
+
+def test_chat_is_answered_at_once_and_in_pieces(url: str) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": [{"type": "text", "text": "12="}]}], "max_tokens": 20, "seed": 3}
+    whole = ask(url, "/v1/chat/completions", body | {"n": 2})
+    texts = [choice["message"]["content"] for choice in whole["choices"]]
+    assert whole["usage"]["total_tokens"] == whole["usage"]["prompt_tokens"] + whole["usage"]["completion_tokens"]
+    pieces = [event["choices"][0] for event in events(url, "/v1/chat/completions", body | {"stream": True})]
+    assert "".join(piece["delta"]["content"] for piece in pieces) == texts[0] != texts[1]
+    assert pieces[-1]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert httpx2.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["id"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text"),
+    [
+        ("/generate", {"sampling_params": {}}, "the prompt is given once, as text or as input_ids"),
+        ("/generate", {"text": "a", "sampling_params": {"max_tokens": 3}}, "max_tokens"),
+        ("/generate", {"text": "a", "sampling_params": {"min_p": 0.5}}, "sampling by min_p is not done here"),
+        ("/generate", {"text": "a", "image_data": "x.png"}, "image_data is not taken here"),
+        ("/generate", {"input_ids": [1, 5000]}, "prompt 0 must have at least one token, of ids from 0 to"),
+        ("/generate", {"input_ids": []}, "must have at least one token"),
+        ("/generate", {"input_ids": [1] * 5000}, "must leave room for one more"),
+        ("/generate", {"text": ["a", "b"], "rid": "one"}, "each of 2 prompts has a rid of its own"),
+        ("/generate", {"text": ["a", "b"], "rid": ["one", "one"]}, "is running already"),
+        ("/pause_generation", {"mode": "softly"}, "mode"),
+        ("/update_weights_from_disk", {"model_path": "/nowhere"}, "/nowhere holds no config.json"),
+        ("/v1/chat/completions", {"messages": []}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools is not done here"),
+    ],
+)
+def test_what_is_asked_amiss_is_refused_by_name(url: str, path: str, body: dict[str, Any], text: str) -> None:
+    assert text in json.dumps(ask(url, path, body, code=400))
+    assert len(generate(url)["output_ids"]) == 8
+
+
+def test_other_weights_take_over_between_two_tokens(tmp_path: Path) -> None:
+    weights, other = other_weights(1)
+    folder = ModelFolder.read(tiny_model())
+    version = folder.write_version(folder.fitted(weights.tensors), tmp_path / "version")
+    with served(max_context_tokens=4096) as url:
+        replies: list[Any] = []
+        caller = threading.Thread(target=lambda: replies.append(generate(url, num_tokens=600, return_logprob=True)))
+        caller.start()
+        time.sleep(0.3)
+        ask(url, "/pause_generation", {"mode": "retract"})
+        assert ask(url, "/update_weights_from_disk", {"model_path": str(version), "weight_version": "v1"})["success"]
+        ask(url, "/continue_generation", {})
+        caller.join(SECONDS)
+        (reply,) = replies
+        assert httpx2.get(f"{url}/model_info", trust_env=False).json()["weight_version"] == "v1"
+    before, after = reply["meta_info"]["weight_versions"]
+    assert [(span["version"], span["start"]) for span in (before, after)] == [("default", 0), ("v1", before["end"])]
+    tokens, logprobs = np.array(reply["output_ids"]), np.array([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])
+    for span, path in ((before, tiny_model()), (after, other)):
+        place = slice(span["start"], span["end"])
+        np.testing.assert_allclose(logprobs[place], plain_logprobs(np.array(PROMPT), tokens, path=path)[place], atol=1e-5)
+
+
+def test_checksums_of_experts_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path / "experts", corpus=["12=21"], family="qwen3_moe", hidden_size=32, seed=1)
+    with served(path) as url:
+        (rank,) = ask(url, "/weights_checker", {"action": "checksum"})["ranks"]
+    folder = ModelFolder.read(path)
+    assert rank["checksums"].keys() == folder.fitted(Weights(0, folder.tensors(), b"").tensors).keys()
+
+
+def test_who_hangs_up_is_not_generated_for(url: str) -> None:
+    with pytest.raises(httpx2.ReadTimeout):
+        httpx2.post(f"{url}/generate", json={"input_ids": PROMPT, "sampling_params": LONGEST}, timeout=0.5, trust_env=False)
+    with httpx2.stream("POST", f"{url}/generate", json={"input_ids": PROMPT, "sampling_params": LONGEST, "stream": True}, trust_env=False) as reply:
+        next(reply.iter_lines())
+    began = time.monotonic()
+    generate(url, num_tokens=2)
+    assert ask(url, "/abort_request", {"abort_all": True}) is None
+    assert time.monotonic() - began < 5.0
+
+
+def test_only_who_has_the_token_is_answered() -> None:
+    with served(token="secret") as url:
+        assert httpx2.get(f"{url}/health", trust_env=False).status_code == 401
+        assert httpx2.get(f"{url}/health", headers={"Authorization": "Bearer secret"}, trust_env=False).status_code == 200
+
+
+def test_command_serves_until_it_is_told_to_end() -> None:
+    command = [sys.executable, "-m", "relax_events.cli", "serve"]
+    refused = subprocess.run([*command, str(tiny_model()), "--host", "0.0.0.0"], capture_output=True, text=True, timeout=SECONDS)
+    assert refused.returncode == 2
+    assert "--host 0.0.0.0 lets other machines load weights from any folder here; give a --token-file" in refused.stderr
+    with subprocess.Popen([*command, str(tiny_model()), "--port", "0"], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = server.stdout.readline().strip()
+        while server.poll() is None:
+            try:
+                if httpx2.get(f"{url}/ready", timeout=SECONDS, trust_env=False).status_code == 200:
+                    break
+            except httpx2.TransportError:
+                time.sleep(0.1)
+        assert len(generate(url)["output_ids"]) == 8
+        taken = subprocess.run([*command, str(tiny_model()), "--port", url.rpartition(":")[2]], capture_output=True, text=True, timeout=SECONDS)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(SECONDS) in (0, -signal.SIGTERM)
+    assert taken.returncode == 2
+    assert "Address already in use; give another --port, 0 for a free one" in taken.stderr

@@ -1,0 +1,41 @@
+"""A model behind `relax serve`'s API, in this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from engine_requests import tiny_model
+
+from relax_events.config import EngineConfig, ModelConfig
+from relax_events.engines.api.app import make_app
+from relax_events.listening import open_listener, url_of
+
+START_SECONDS = 60.0
+
+
+@contextmanager
+def served(path: Path | None = None, *, is_incremental: bool = False, token: str = "", **settings: Any) -> Iterator[str]:
+    """Serve a model on a free port, and give the address."""
+    path = path or tiny_model()
+    bounds = {"max_running_samples": 16, "max_context_tokens": 512} | settings
+    model = ModelConfig(path=path, device="cpu")
+    app = make_app(model, EngineConfig(**bounds), model_name="tiny", is_incremental=is_incremental, token=token)
+    with open_listener("127.0.0.1", 0, remedies=("", ""), what="a test") as listener:
+        listener.listen()
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        deadline = time.monotonic() + START_SECONDS
+        while not server.started and time.monotonic() < deadline:
+            time.sleep(0.01)
+        try:
+            yield url_of(listener)
+        finally:
+            server.should_exit = True
+            thread.join()
