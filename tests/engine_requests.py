@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from folders import kept_folder
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -31,7 +31,7 @@ MakeEngine = Callable[..., Engine]
 @cache
 def tiny_model(family: str = "qwen3", seed: int = 3) -> Path:
     """Write a tiny random model once in a test process."""
-    return make_tiny(Path(mkdtemp(prefix="relax-engine-")), corpus=["12=21"], family=family, hidden_size=32, seed=seed)
+    return make_tiny(kept_folder("engine"), corpus=["12=21"], family=family, hidden_size=32, seed=seed)
 
 
 def make_engine(path: Path | None = None, *, model: Mapping[str, Any] | None = None, **settings: Any) -> TransformersEngine:

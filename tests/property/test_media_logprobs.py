@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from engine_requests import finish, fresh_sample
+from folders import kept_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +29,7 @@ from relax_events.training.sample_media import SampleMedia
 from relax_events.training.scoring import LogprobScorer
 from relax_events.weights import Weights
 from tests.unit.moving_and_sounding import KINDS, expert_model, hybrid_model, item_of, media_run, omni_model, plain_media_logprobs
-from tests.unit.pictures import picture_model, prompt_of, ready, scratch_folder
+from tests.unit.pictures import picture_model, prompt_of, ready
 
 TOLERANCE = 1e-4
 SETUPS = ["sees", "sees with experts", "sees by linear attention", "sees and hears", "hears clips"]
@@ -107,7 +108,7 @@ class Setup:
 def setup_of(name: str) -> Setup:
     make = MODELS.get(name, omni_model)
     path, other = make(), make(4)
-    return Setup(path, other, media_run(scratch_folder(), path, use_audio_in_video=name == "hears clips"))
+    return Setup(path, other, media_run(kept_folder("media"), path, use_audio_in_video=name == "hears clips"))
 
 
 def drawn(samples: Sequence[SampleReady]) -> torch.Tensor:

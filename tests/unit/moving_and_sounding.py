@@ -11,6 +11,7 @@ from typing import Any
 import av
 import numpy as np
 import torch
+from folders import kept_folder
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, Qwen3OmniMoeThinkerForConditionalGeneration, WhisperFeatureExtractor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
@@ -23,7 +24,7 @@ from relax_events.media.items import MediaItem
 from relax_events.models.media_inputs import ProcessedMedia
 from relax_events.models.media_layout import modality_of
 from relax_events.models.tiny import make_tiny
-from tests.unit.pictures import picture_file, picture_run, plain_model, scratch_folder
+from tests.unit.pictures import picture_file, picture_run, plain_model
 
 OMNI = "qwen3_omni_moe_thinker"
 SMALL: dict[str, Any] = {"video_min_token_num": 4, "video_max_token_num": 64}
@@ -110,19 +111,19 @@ def item_of(modality: Modality, size: Any, *, seed: int = 0) -> MediaItem:
 @cache
 def omni_model(seed: int = 3) -> Path:
     """Write a tiny random model that sees and hears once in a test process."""
-    return make_tiny(scratch_folder() / "model", corpus=["red", "do", "What is it?"], family=OMNI, hidden_size=32, seed=seed)
+    return make_tiny(kept_folder("media") / "model", corpus=["red", "do", "What is it?"], family=OMNI, hidden_size=32, seed=seed)
 
 
 @cache
 def expert_model(seed: int = 3) -> Path:
     """Write a tiny random model that sees, with a mixture of experts, once in a test process."""
-    return make_tiny(scratch_folder() / "model", corpus=["red", "What is it?"], family="qwen3_vl_moe", hidden_size=32, seed=seed)
+    return make_tiny(kept_folder("media") / "model", corpus=["red", "What is it?"], family="qwen3_vl_moe", hidden_size=32, seed=seed)
 
 
 @cache
 def hybrid_model(seed: int = 3) -> Path:
     """Write a tiny random model that sees, with linear attention in one of two layers, once in a test process."""
-    return make_tiny(scratch_folder() / "model", corpus=["red", "What is it?"], family="qwen3_5", hidden_size=32, seed=seed)
+    return make_tiny(kept_folder("media") / "model", corpus=["red", "What is it?"], family="qwen3_5", hidden_size=32, seed=seed)
 
 
 def media_run(folder: Path, path: Path, **media: Any) -> RunConfig:

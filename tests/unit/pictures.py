@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
-import shutil
 from collections.abc import Mapping, Sequence
 from functools import cache
 from io import BytesIO
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
 import torch
 from engine_requests import fresh_sample
+from folders import kept_folder
 from numpy.typing import NDArray
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -40,15 +38,8 @@ PIXELS_PER_TOKEN = 16 * 16
 @cache
 def picture_model(seed: int = 3) -> Path:
     """Write a tiny random model once in a test process, and delete it at its end."""
-    folder = scratch_folder()
+    folder = kept_folder("pictures")
     return make_tiny(folder / "model", corpus=["red", "blue", "What is it?"], family="qwen3_vl", hidden_size=32, seed=seed)
-
-
-def scratch_folder() -> Path:
-    """Make a folder that lives as long as the test process."""
-    folder = Path(mkdtemp(prefix="relax-pictures-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
 
 
 def picture_run(folder: Path, **sections: Mapping[str, Any]) -> RunConfig:

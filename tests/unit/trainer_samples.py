@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
-import shutil
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
 import torch
+from folders import kept_folder
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -24,9 +22,7 @@ from relax_events.models.tiny import make_tiny
 @cache
 def tiny_model() -> Path:
     """Write a tiny random Qwen3 once in a test process, and delete it at its end."""
-    folder = Path(mkdtemp(prefix="relax-tiny-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return make_tiny(folder, corpus=["12=21"], hidden_size=32, seed=3)
+    return make_tiny(kept_folder("tiny"), corpus=["12=21"], hidden_size=32, seed=3)
 
 
 def run_config(
