@@ -37,9 +37,19 @@ def require_roles(config: RunConfig) -> str:
         find_plugin(ENGINES, config.judge.engine.name, what=f"judge.engine.name = {config.judge.engine.name!r}")
     if environment := config.environment.function:
         find_plugin(ENVIRONMENTS, environment, what=f"environment.function = {environment!r}", accepts=FUNCTION)
+    _require_own_servers(config)
     find_plugin(TRAINER_BACKENDS, config.trainer.backend, what=f"trainer.backend = {config.trainer.backend!r}")
     find_algorithm(config.algorithm.name)
     return ", ".join(f"{role} x {count}" for role, count in config.roles().items())
+
+
+def _require_own_servers(config: RunConfig) -> None:
+    """Refuse workers that would all attach to the same servers, and change the weights under each other's samples."""
+    engines = {("engine", "rollout"): config.engine} | ({("judge.engine", "judge"): config.judge.engine} if config.has_judge else {})
+    for (section, role), engine in engines.items():
+        if engine.name == "sglang" and engine.sglang.urls and (count := config.roles().get(role, 0)) > 1:
+            rule = f"servers serve one worker each, and {count} {role} workers would attach to all of {section}.sglang.urls"
+            raise ConfigError(f"{rule}; set workers.{role} = 1, whose worker shares its samples out among them")
 
 
 def require_model(config: RunConfig) -> str:

@@ -40,6 +40,13 @@ def test_engine_or_backend_that_is_not_installed_is_named_with_its_key(make_run_
         require_roles(make_run_config(trainer={"backend": "abacus"}))
 
 
+def test_servers_that_several_workers_would_attach_to_are_refused(make_run_config: MakeRunConfig) -> None:
+    attached = {"name": "sglang", "sglang": {"urls": ["http://host:30000"]}}
+    assert "rollout x 1" in require_roles(make_run_config(engine=attached))
+    with pytest.raises(ConfigError, match=r"2 rollout workers would attach to all of engine.sglang.urls; set workers.rollout = 1"):
+        require_roles(make_run_config(engine=attached, workers={"rollout": 2}))
+
+
 def test_model_is_complete_or_will_be_made(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
     assert require_model(make_run_config(model={"tiny": {}})) == f"{tmp_path / 'model'} will be made by the run"
     whole_model(tmp_path / "model")

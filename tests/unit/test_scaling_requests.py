@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from relax_events.config import SGLangConfig
 from relax_events.control.run_state import RunState
 from relax_events.control.scaling import Asked, Bounds, Conflicting, Kind, Refused, ScaleRequest, ScaleState, Status, Unknown, plan
 from relax_events.control.scaling.admission import cancellation
@@ -69,6 +70,18 @@ def test_servers_are_attached_once_and_let_go_by_their_address() -> None:
     assert opened(state, kind=Kind.OUT, urls=(A, B)).urls == (B,)
     state = scaled(urls=(A, B))
     assert opened(state, kind=Kind.IN, urls=(A,)).workers == ("rollout-1",)
+
+
+def test_servers_of_the_run_file_are_not_shared() -> None:
+    config = run_config()
+    engine = config.engine.model_copy(update={"name": "sglang", "sglang": SGLangConfig(urls=(A + "/",))})
+    bounds = Bounds.of(config.model_copy(update={"engine": engine}), is_supervised=True)
+    with pytest.raises(Refused, match="those of the run file have theirs; name servers of their own in engine_urls"):
+        plan(ScaleState(), bounds, Asked(kind=Kind.OUT, target=2), now=0)
+    assert plan(ScaleState(), bounds, Asked(kind=Kind.OUT, urls=(A,)), now=0).text == "all these servers are attached already"
+    found = plan(ScaleState(), bounds, Asked(kind=Kind.OUT, urls=(A, B)), now=0).request
+    assert found is not None
+    assert found.urls == (B,)
 
 
 def test_call_that_is_repeated_with_its_key_makes_no_second_request() -> None:

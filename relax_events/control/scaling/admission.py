@@ -124,10 +124,13 @@ def _coming(state: ScaleState, pool: Pool, asked: Asked) -> list[ElasticWorker] 
     if not asked.urls:
         if asked.target <= num_there:
             return f"workers of {pool.model} there are: {num_there}"
+        if pool.urls:
+            remedy = "name servers of their own in engine_urls" if pool.model == DEFAULT_MODEL else "leave the urls out of the run file"
+            raise Refused(f"workers of {pool.model} attach to servers, and those of the run file have theirs; {remedy}")
         return [ElasticWorker(f"{pool.role}-{first + place}", pool.role, "") for place in range(asked.target - num_there)]
     if pool.model != DEFAULT_MODEL:
         raise Refused(f"engine_urls are of servers for model {DEFAULT_MODEL!r}, got model {pool.model!r}; give num_replicas")
-    attached = {worker.url for worker in there}
+    attached = {worker.url for worker in there} | {url.rstrip("/") for url in pool.urls}
     new = [url for url in dict.fromkeys(map(_checked, asked.urls)) if url not in attached]
     if num_there + len(new) > pool.max_workers:
         raise Refused(f"{num_there + len(new)} workers of {pool.model} are more than {pool.max_workers}: {pool.limit}")

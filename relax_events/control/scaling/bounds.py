@@ -27,6 +27,7 @@ class Pool:
         num_at_start: Workers that the run starts with; they are never let go.
         max_workers: More than these are refused, for the reason `limit`.
         limit: What the bound follows from, with the remedy.
+        urls: Servers that the workers of the start are attached to, which serve nobody else.
     """
 
     model: str
@@ -34,6 +35,7 @@ class Pool:
     num_at_start: int
     max_workers: int
     limit: str
+    urls: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,4 +76,6 @@ def _pool(config: RunConfig, role: str, *, num_at_start: int) -> Pool:
         most, limit = plan.num_sample_partitions, f"each needs a partition, and there are {plan.num_sample_partitions} (broker.shards)"
     elif role == "rollout" and config.broker.lease == "consumer_group" and config.broker.queue_partitions < most:
         most, limit = config.broker.queue_partitions, f"each needs a partition, and broker.queue_partitions = {config.broker.queue_partitions}"
-    return Pool(DEFAULT_MODEL if role == "rollout" else role, role, num_at_start, max(most, num_at_start), limit)
+    engine = {"rollout": config.engine, "judge": config.judge.engine}.get(role)
+    urls = engine.sglang.urls if engine is not None and engine.name == "sglang" else ()
+    return Pool(DEFAULT_MODEL if role == "rollout" else role, role, num_at_start, max(most, num_at_start), limit, urls)
