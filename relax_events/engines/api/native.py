@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from relax_events.engines.api.answers import Answer, Question, Respondent, merged
 from relax_events.engines.api.bodies import AbortBody, CheckBody, GenerateBody, LoadBody, PauseBody, SamplingParams
+from relax_events.engines.api.station import Station
 from relax_events.engines.api.streams import event_stream, unless_gone
 from relax_events.engines.sglang.checkpoint import single_tensors
 from relax_events.engines.sglang.client import SUPPORTED
@@ -37,6 +38,38 @@ def native_routes(respondent: Respondent, *, model_path: Path, is_incremental: b
         model_path: Of the model that is served.
         is_incremental: Whether a streamed event has what is new, or all so far.
     """
+    routes = APIRouter()
+    routes.include_router(_asking(respondent, is_incremental=is_incremental))
+    routes.include_router(_telling(respondent, model_path=model_path, is_incremental=is_incremental))
+    routes.include_router(_steering(respondent.station))
+    return routes
+
+
+def _asking(respondent: Respondent, *, is_incremental: bool) -> APIRouter:
+    """Generation, and its end before its time."""
+    routes, station = APIRouter(), respondent.station
+
+    @routes.post("/generate")
+    async def generate(request: Request, body: GenerateBody) -> Response:
+        """Generate for one prompt or several."""
+        asked = _Asked(respondent, body, is_incremental=is_incremental)
+        questions = [question for place in range(body.num_prompts) for question in asked.questions(place)]
+        asked.input_logprobs = await station.call(asked.input_scores)
+        if body.stream:
+            return StreamingResponse(event_stream(_events(asked, questions)), media_type="text/event-stream")
+        return JSONResponse(await unless_gone(request, _whole(asked, questions)))
+
+    @routes.post("/abort_request")
+    async def abort_request(body: AbortBody) -> Response:
+        """End a request, or all, before its time; it is answered with what it has."""
+        await station.abort(None if body.abort_all else body.rid)
+        return Response()
+
+    return routes
+
+
+def _telling(respondent: Respondent, *, model_path: Path, is_incremental: bool) -> APIRouter:
+    """What the server is, and how it is."""
     routes, station = APIRouter(), respondent.station
 
     @routes.get("/ready")
@@ -69,21 +102,12 @@ def native_routes(respondent: Respondent, *, model_path: Path, is_incremental: b
         """Say what is served."""
         return {"model_path": str(model_path), "is_generation": True, "weight_version": station.names[-1]}
 
-    @routes.post("/generate")
-    async def generate(request: Request, body: GenerateBody) -> Response:
-        """Generate for one prompt or several."""
-        asked = _Asked(respondent, body, is_incremental=is_incremental)
-        questions = [question for place in range(body.num_prompts) for question in asked.questions(place)]
-        asked.input_logprobs = await station.call(asked.input_scores)
-        if body.stream:
-            return StreamingResponse(event_stream(_events(asked, questions)), media_type="text/event-stream")
-        return JSONResponse(await unless_gone(request, _whole(asked, questions)))
+    return routes
 
-    @routes.post("/abort_request")
-    async def abort_request(body: AbortBody) -> Response:
-        """End a request, or all, before its time; it is answered with what it has."""
-        await station.abort(None if body.abort_all else body.rid)
-        return Response()
+
+def _steering(station: Station) -> APIRouter:
+    """Pauses, and other weights."""
+    routes = APIRouter()
 
     @routes.post("/pause_generation")
     async def pause_generation(body: PauseBody) -> dict[str, str]:
