@@ -1,0 +1,56 @@
+"""The number of rollout workers follows the work of a real run by itself: one more while prompts wait, one fewer while nothing comes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+from harness import FaultRun, assert_books_balance
+from scaling_calls import state_of, until_over
+
+from relax_events.control.scaling import Kind, ScaleRequest, Status
+
+QUICK = {
+    "enabled": True,
+    "look_seconds": 0.5,
+    "out_queue_groups": 1,
+    "out_queue_seconds": 2,
+    "out_cooldown_seconds": 20,
+    "out_workers": 1,
+    "in_usage_ratio": 0.2,
+    "in_usage_seconds": 6,
+    "in_cooldown_seconds": 15,
+}
+
+
+def asked(run: FaultRun, kind: Kind) -> list[ScaleRequest]:
+    """Return the requests that nobody but the autoscaler can have made."""
+    requests = state_of(run).requests.values()
+    return [request for request in requests if request.kind is kind and request.key.startswith("autoscaler/")]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_workers_come_while_prompts_wait_and_go_while_nothing_does(start_run: Callable[..., FaultRun]) -> None:
+    run = start_run(run={"num_steps": 120}, engine={"max_prompt_groups": 2}, scaling={"max_workers": 2, "autoscaler": QUICK})
+    run.start()
+    run.until(lambda: bool(asked(run, Kind.OUT)), "another worker is asked for")
+    (grown,) = asked(run, Kind.OUT)
+    assert (grown.workers, grown.target) == (("rollout-1",), 2)
+    run.signal(signal.SIGSTOP, "trainer-0")  # so that there is work left when it comes
+    assert until_over(run, grown.request_id) is Status.ACTIVE
+    run.signal(signal.SIGCONT, "trainer-0")
+    run.until(lambda: run.num_taken("rollout-1") > 0, "it has taken prompt groups")
+
+    run.signal(signal.SIGSTOP, "trainer-0")  # no version comes, so the prompts run out
+    run.until(lambda: bool(asked(run, Kind.IN)), "a worker is sent away")
+    (shrunk,) = asked(run, Kind.IN)
+    assert (shrunk.workers, shrunk.target) == (("rollout-1",), 1)
+    assert until_over(run, shrunk.request_id) is Status.COMPLETED
+    run.signal(signal.SIGCONT, "trainer-0")
+
+    assert run.until_ended(run.process) == 0
+    ledger = assert_books_balance(run)
+    assert (ledger["rollouts_regenerated"], ledger["outcomes"]["failed"]) == (0, 0)
+    assert [line["direction"] for line in run.logged("controller-0", "scaling.asked")][:2] == ["out", "in"]
