@@ -4,6 +4,7 @@ from benchmarks import (
     bus,
     codec,
     curves,
+    elastic,
     endurance,
     footprint,
     kernels,
@@ -36,4 +37,5 @@ weight_changes.main()
 trl.main()
 curves.main()
 workloads.main()
+elastic.main()
 endurance.main()
