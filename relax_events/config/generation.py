@@ -14,8 +14,8 @@ from relax_events.config.media import MediaConfig
 class TinyModelConfig(Section):
     """A small model of a real architecture, made on this machine with random weights and a tokenizer of its own."""
 
-    family: Literal["qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_omni_moe_thinker"] = "qwen3"
-    """Architecture; `qwen3_vl`, `qwen3_vl_moe` and `qwen3_5` read pictures and clips, `qwen3_omni_moe_thinker` sounds as well."""
+    family: Literal["qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker"] = "qwen3"
+    """Architecture; `qwen3_vl`, `qwen3_vl_moe`, `qwen3_5` and `qwen3_5_moe` read pictures and clips, `qwen3_omni_moe_thinker` sounds as well."""
     hidden_size: Annotated[int, Field(ge=32, multiple_of=32)] = 64
     """Width of the model."""
     num_layers: Positive = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,8 +23,10 @@ from relax_events.models.media_inputs import MediaSequence
 from relax_events.models.media_layout import MediaLayout
 
 FULL, LINEAR = "full_attention", "linear_attention"
-LINEAR_MODELS = ("qwen3_5_text",)
+LINEAR_MODELS = ("qwen3_5_text", "qwen3_5_moe_text")
 """Types of language models whose states the engine's cache holds."""
+VECTOR_BYTES = 128
+"""What a CPU's element-wise kernels take at a time, of the widest; the rest they compute one by one, and round `sigmoid` and the like otherwise."""
 
 
 class CausalModel:
@@ -53,6 +56,15 @@ class CausalModel:
         return attention_kinds(self._module) == {FULL}
 
     @property
+    def row_block(self) -> int:
+        """Rows of a decoding step are to be a multiple of this, so that what any layer makes of them fills whole vectors: a gate gives one number."""
+        if self.device.type != "cpu":
+            return ROW_BLOCK
+        num_values = VECTOR_BYTES // self._module.dtype.itemsize
+        widths = {part.out_features for part in self.family.language(self._module).modules() if isinstance(part, nn.Linear)}
+        return max(ROW_BLOCK, *(num_values // math.gcd(num_values, width) for width in widths))
+
+    @property
     def layout(self) -> MediaLayout | None:
         """How media stand among the tokens; None where the model reads text alone."""
         return self.family.layout
@@ -79,7 +91,7 @@ class CausalModel:
         """Run one token in each row; give the logits after it.
 
         Args:
-            tokens: A multiple of `ROW_BLOCK` many: CPU kernels round one to three rows otherwise than more.
+            tokens: A multiple of `row_block` many: CPU kernels round one to three rows otherwise than more.
             positions: Places of the tokens in their rows.
             cache: Holds every earlier token of the rows; takes these.
             num_tokens: Length that attention sees; a multiple of 16 above all positions.

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from relax_events.engines.causal_model import CausalModel
-from relax_events.engines.experts import ROW_BLOCK
 from relax_events.engines.kv_cache import RowCache
 
 log = structlog.get_logger()
@@ -45,7 +44,7 @@ def measure_invariance(model: CausalModel, *, max_rows: int) -> RowRule:
 
     Args:
         model: At its place of work, with the threads that it will have.
-        max_rows: Samples that run side by side, a multiple of `ROW_BLOCK`.
+        max_rows: Samples that run side by side, a multiple of the model's `row_block`.
     """
     at_most = [_probe_rows(model, num_rows=max_rows, num_tokens=length) for length in PROBE_SHOWN]
     expected = at_most[0][0]
@@ -55,18 +54,18 @@ def measure_invariance(model: CausalModel, *, max_rows: int) -> RowRule:
 
     if all(map(is_same, at_most)):
         together = all(is_same(_probe_rows(model, num_rows=max_rows, num_prompts=count)) for count in PROBE_PROMPTS if count <= max_rows)
-        counts = takewhile(lambda count: is_same(_probe_rows(model, num_rows=count)), _counts_below(max_rows))
+        counts = takewhile(lambda count: is_same(_probe_rows(model, num_rows=count)), _counts_below(max_rows, model.row_block))
         rule = RowRule(is_exact=True, min_rows=min(counts, default=max_rows), prefills_together=together)
     else:
-        rule = RowRule(is_exact=False, min_rows=ROW_BLOCK, prefills_together=True)
+        rule = RowRule(is_exact=False, min_rows=model.row_block, prefills_together=True)
     log.info("batch_invariance.measured", **asdict(rule), device=str(model.device), threads=torch.get_num_threads(), max_rows=max_rows)
     return rule
 
 
-def _counts_below(max_rows: int) -> list[int]:
+def _counts_below(max_rows: int, block: int) -> list[int]:
     """Return the numbers of rows that are tried, largest first: halves, and one that is no power of two."""
     halves = (max_rows >> shift for shift in range(1, max_rows.bit_length()))
-    return sorted({count // ROW_BLOCK * ROW_BLOCK for count in (*halves, 5 * ROW_BLOCK) if ROW_BLOCK <= count < max_rows}, reverse=True)
+    return sorted({count // block * block for count in (*halves, 5 * block) if block <= count < max_rows}, reverse=True)
 
 
 def _probe_rows(model: CausalModel, *, num_rows: int, num_prompts: int = 1, num_tokens: int = PROBE_SHOWN[0]) -> list[Tensor]:

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from relax_events.config import EngineConfig, ModelConfig
 from relax_events.engines.causal_model import CausalModel
-from relax_events.engines.experts import ROW_BLOCK
 from relax_events.engines.invariance import measure_invariance
 from relax_events.engines.kv_cache import RowCache
 from relax_events.engines.protocol import EngineUsage, GeneratedSample, GenerationRequest
@@ -68,10 +67,11 @@ class TransformersEngine:
         self.policy_version = policy_version
         self._config = config
         self._model = CausalModel(model_path, config=model)
-        max_rows, max_tokens = _rounded(config.max_running_samples, ROW_BLOCK), _rounded(config.max_context_tokens, TOKEN_BLOCK)
+        max_rows, max_tokens = _rounded(config.max_running_samples, self._model.row_block), _rounded(config.max_context_tokens, TOKEN_BLOCK)
         self._cache = RowCache(max_rows=max_rows, max_tokens=max_tokens)
         self._table = RowTable(max_rows=max_rows, max_tokens=config.max_context_tokens)
         self._rule = measure_invariance(self._model, max_rows=max_rows)
+        self._row_block = self._model.row_block
         self._prompt_block = TOKEN_BLOCK if self._model.pads_prompts else 1
         self._waiting: deque[Sample] = deque()
         self._finished: list[GeneratedSample] = []
@@ -268,7 +268,7 @@ class TransformersEngine:
 
     def _decode(self) -> None:
         num_rows, table = self._table.num_rows, self._table
-        padded = max(self._rule.min_rows, _rounded(num_rows, ROW_BLOCK))
+        padded = max(self._rule.min_rows, _rounded(num_rows, self._row_block))
         table.next_tokens[num_rows:padded] = table.positions[num_rows:padded] = table.position_shifts[num_rows:padded] = 0
         num_tokens = _rounded(int(table.positions[:num_rows].max()) + 1, TOKEN_BLOCK)
         tokens, positions, shifts = (self._tensor(values[:padded]) for values in (table.next_tokens, table.positions, table.position_shifts))

@@ -239,6 +239,7 @@ MEDIA_FAMILIES: dict[str, type[MediaLayout]] = {
     "qwen3_vl": MediaLayout,
     "qwen3_vl_moe": MediaLayout,
     "qwen3_5": MediaLayout,
+    "qwen3_5_moe": MediaLayout,
     "qwen3_omni_moe_thinker": OmniLayout,
     "qwen3_omni_moe": OmniLayout,
 }

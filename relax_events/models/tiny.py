@@ -55,6 +55,7 @@ FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": EXPERTS | THREE_POSITIONS,
     "qwen3_omni_moe_thinker": EXPERTS | THREE_POSITIONS,
     "qwen3_5": HYBRID,
+    "qwen3_5_moe": EXPERTS | HYBRID | {"shared_expert_intermediate_size": 32},
 }
 PREPROCESSOR: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessor",
@@ -98,8 +99,8 @@ def make_tiny(
     Args:
         path: The folder; made if missing.
         corpus: Texts that the tokenizer is trained on.
-        family: `qwen3` or `qwen3_moe`; `qwen3_vl`, `qwen3_vl_moe` or `qwen3_5`, which read pictures and clips; `qwen3_omni_moe_thinker`, which
-                hears as well.
+        family: `qwen3` or `qwen3_moe`; `qwen3_vl`, `qwen3_vl_moe`, `qwen3_5` or `qwen3_5_moe`, which read pictures and clips;
+            `qwen3_omni_moe_thinker`, which hears as well.
         hidden_size: Width of the model, a multiple of 32.
         num_layers: Decoder layers.
         vocab_size: Byte symbols and merges of the tokenizer; special tokens and phrases come on top.

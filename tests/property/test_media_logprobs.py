@@ -28,12 +28,26 @@ from relax_events.training.policy_model import PolicyModel
 from relax_events.training.sample_media import SampleMedia
 from relax_events.training.scoring import LogprobScorer
 from relax_events.weights import Weights
-from tests.unit.moving_and_sounding import KINDS, expert_model, hybrid_model, item_of, media_run, omni_model, plain_media_logprobs
+from tests.unit.moving_and_sounding import (
+    KINDS,
+    expert_model,
+    hybrid_expert_model,
+    hybrid_model,
+    item_of,
+    media_run,
+    omni_model,
+    plain_media_logprobs,
+)
 from tests.unit.pictures import picture_model, prompt_of, ready
 
 TOLERANCE = 1e-4
-SETUPS = ["sees", "sees with experts", "sees by linear attention", "sees and hears", "hears clips"]
-MODELS = {"sees": picture_model, "sees with experts": expert_model, "sees by linear attention": hybrid_model}
+MODELS = {
+    "sees": picture_model,
+    "sees with experts": expert_model,
+    "sees by linear attention": hybrid_model,
+    "sees by linear attention with experts": hybrid_expert_model,
+}
+SETUPS = [*MODELS, "sees and hears", "hears clips"]
 Piece = tuple[Modality, Any]
 PIECES: list[Piece] = [(modality, size) for modality, sizes in KINDS.items() for size in sizes]
 CHOICES = st.lists(st.lists(st.sampled_from(PIECES), max_size=3), min_size=1, max_size=4)
@@ -175,6 +189,7 @@ COMPARED: list[tuple[str, list[Piece]]] = [
     ("sees with experts", [LONGER_CLIP, PICTURE]),
     ("sees by linear attention", [LARGER_PICTURE, CLIP]),
     ("sees by linear attention", [LONGER_CLIP, PICTURE]),
+    ("sees by linear attention with experts", [LONGER_CLIP, PICTURE]),
     ("sees and hears", [SOUND]),
     ("sees and hears", [LONGER_SOUND]),
     ("sees and hears", [LONGER_CLIP, LONGER_SOUND, LARGER_PICTURE]),

@@ -126,6 +126,12 @@ def hybrid_model(seed: int = 3) -> Path:
     return make_tiny(kept_folder("media") / "model", corpus=["red", "What is it?"], family="qwen3_5", hidden_size=32, seed=seed)
 
 
+@cache
+def hybrid_expert_model(seed: int = 3) -> Path:
+    """Write one like it, with a mixture of experts, once in a test process."""
+    return make_tiny(kept_folder("media") / "model", corpus=["red", "What is it?"], family="qwen3_5_moe", hidden_size=32, seed=seed)
+
+
 def media_run(folder: Path, path: Path, **media: Any) -> RunConfig:
     """Make the run file of a run on a model."""
     return picture_run(folder, model={"path": path, "media": SMALL | media})

@@ -19,7 +19,7 @@ NUM_GROUPS = 12
 STOPS = (7, 40)
 
 
-@pytest.fixture(params=["qwen3", "qwen3_moe", "qwen3_5"])
+@pytest.fixture(params=["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
 def family(request: pytest.FixtureRequest) -> Iterator[str]:
     threads = torch.get_num_threads()
     yield request.param
@@ -74,8 +74,16 @@ def test_measurement_finds_that_rows_may_vary_on_one_thread(family: str) -> None
     model = CausalModel(tiny_model(family), config=ModelConfig(path=tiny_model(family), device="cpu"))
     rule = measure_invariance(model, max_rows=32)
     assert rule.is_exact
-    assert rule.min_rows <= 16
-    assert rule.prefills_together
+    assert rule.min_rows <= 2 * model.row_block
+    assert rule.prefills_together or not model.pads_prompts  # which go alone anyway
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "num_rows"), [("qwen3_moe", "float32", 8), ("qwen3_5_moe", "float32", 32), ("qwen3_5_moe", "bfloat16", 64)]
+)
+def test_rows_of_a_step_fill_vectors_where_a_gate_gives_one_number(family: str, dtype: Any, num_rows: int) -> None:
+    path = tiny_model(family)
+    assert CausalModel(path, config=ModelConfig(path=path, device="cpu", dtype=dtype)).row_block == num_rows
 
 
 @pytest.mark.parametrize(

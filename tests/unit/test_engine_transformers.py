@@ -28,7 +28,7 @@ from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.weights import Weights
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_logprobs_agree_with_one_whole_forward(family: str, attention: str) -> None:
     path = tiny_model(family)
