@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import json
 import socket
+from pathlib import Path
 
 from relax_events.config import RunConfig
 from relax_events.config.algorithm_spec import find_algorithm
 from relax_events.data.rendering import judge_renderer
 from relax_events.data.sources import media_brought
+from relax_events.engines.sglang.families import SEEING
 from relax_events.errors import ConfigError, EnvironmentProblem
 from relax_events.models.media_layout import MEDIA_FAMILIES, MediaLayout
 from relax_events.models.vocabulary import require_same_vocabulary
@@ -19,8 +22,8 @@ from relax_events.rewards.judging import load_grading
 MODEL_PACKAGES = ("torch", "transformers", "safetensors")
 MODEL_FILES = ("config.json", "tokenizer_config.json")
 MAX_PORT = 65_535
-ENGINES_OF_TEXT = ("sglang",)
-"""Engines that show no media to the model, whatever it reads."""
+FAMILIES_OF_ENGINES = {"sglang": SEEING}
+"""Whose media an engine shows to the model, where that is not all that the model reads."""
 
 
 def require_roles(config: RunConfig) -> str:
@@ -81,9 +84,6 @@ def _require_reader_of_media(config: RunConfig) -> None:
     brought = {modality for part in (*config.data.parts, *config.evaluation.datasets) for modality in media_brought(part)}
     if not brought:
         return
-    if config.engine.name in ENGINES_OF_TEXT:
-        what = f"the data bring media of kind {min(brought)}, and engine {config.engine.name!r} shows its model text alone"
-        raise ConfigError(f"{what}; set engine.name = 'transformers'")
     path, tiny = config.model.path, config.model.tiny
     if path.exists() or tiny is not None:
         layout = MediaLayout.from_folder(path, config.model.media) if path.exists() else MEDIA_FAMILIES.get(tiny.family if tiny else "")
@@ -92,12 +92,21 @@ def _require_reader_of_media(config: RunConfig) -> None:
             reads = " and ".join(layout.READS) if layout else "text alone"
             able = ", ".join(name for name, family in MEDIA_FAMILIES.items() if brought <= set(family.READS))
             raise ConfigError(f"the data bring media of kind {unread[0]} and {what} reads {reads}; take a model of one of the families {able}")
+        family, shown = _family_of(path) if path.exists() else tiny.family if tiny else "", FAMILIES_OF_ENGINES.get(config.engine.name)
+        if shown is not None and family not in shown:
+            what = f"engine {config.engine.name!r} shows media to models of family {' and '.join(shown)} alone, and {path} is of {family}"
+            raise ConfigError(f"the data bring media of kind {min(brought)}: {what}; set engine.name = 'transformers'")
     if config.algorithm.needs_critic and (critic := config.critic.model_path) is not None:
         layout = MediaLayout.from_folder(critic, config.model.media)
         if unread := sorted(brought - set(layout.READS if layout else ())):
             raise ConfigError(f"the data bring media of kind {unread[0]}, and critic.model_path {critic} does not read such; leave it out")
     if missing := [name for name in ("PIL", "av") if importlib.util.find_spec(name) is None]:
         raise EnvironmentProblem(f"{'pillow' if missing[0] == 'PIL' else missing[0]} is not installed; install relax-events[media]")
+
+
+def _family_of(path: Path) -> str:
+    """Return what a model's folder says it is; `MediaLayout` has read it before."""
+    return str(json.loads((path / "config.json").read_bytes()).get("model_type"))
 
 
 def _require_critic(config: RunConfig) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 from engine_requests import MakeEngine, make_engine, tiny_model
 from routed_engines import make_router, make_sites
 from served_model import served
+from sglang_servers import await_ready
 
 from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
 from relax_events.engines.protocol import Engine
@@ -20,7 +19,6 @@ from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.sglang.engine import SGLangEngine
 from relax_events.engines.sglang.process import ServerProcess
 
-START_SECONDS = 600.0
 BOUNDS: dict[str, Any] = {"max_running_samples": 16, "max_context_tokens": 512}
 
 
@@ -40,20 +38,6 @@ def server_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         yield process.url
     finally:
         process.kill()
-
-
-def await_ready(process: ServerProcess) -> None:
-    """Wait until a server takes requests."""
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        if (ending := process.ending()) is not None:
-            raise AssertionError(ending)
-        try:
-            if httpx2.get(f"{process.url}/ready", timeout=5.0, trust_env=False).status_code == 200:
-                return
-        except httpx2.TransportError:
-            pass
-    raise AssertionError(f"not ready within {START_SECONDS:g} s: {process.log_tail()}")
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -25,10 +26,22 @@ class RouterLike(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def router_url() -> Iterator[str]:
-    """Give the address of something that is no SGLang server."""
-    with HTTPServer(("127.0.0.1", 0), RouterLike) as server:
+class WithoutPlugin(BaseHTTPRequestHandler):
+    """Answers as SGLang does where relax-events is not installed."""
+
+    def do_GET(self) -> None:
+        self.send_response(HTTPStatus.OK)
+        self.end_headers()
+        self.wfile.write(b'{"version": "0.5.23", "incremental_streaming_output": true, "internal_states": [{}]}')
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Give the address at which a handler answers."""
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -36,8 +49,15 @@ def router_url() -> Iterator[str]:
         thread.join()
 
 
-def test_router_in_place_of_a_server_is_refused_at_once(router_url: str) -> None:
-    path = tiny_model()
-    config = EngineConfig(sglang=SGLangConfig(urls=(router_url,)))
-    with pytest.raises(ConfigError, match=r"is no SGLang server that we know, it has no /ready; name servers of SGLang 0\.5\.23 in"):
-        SGLangEngine(path, config=config, model=ModelConfig(path=path))
+@pytest.mark.parametrize(
+    ("handler", "family", "text"),
+    [
+        (RouterLike, "qwen3", r"is no SGLang server that we know, it has no /ready; name servers of SGLang 0\.5\.23 in"),
+        (WithoutPlugin, "qwen3_vl", r"the model reads media, and the SGLang server at .* takes none in the form relax-events\.media\.1; install"),
+    ],
+    ids=["router", "without the plugin"],
+)
+def test_what_can_not_be_used_is_refused_at_once(handler: type[BaseHTTPRequestHandler], family: str, text: str) -> None:
+    path = tiny_model(family)
+    with served(handler) as url, pytest.raises(ConfigError, match=text):
+        SGLangEngine(path, config=EngineConfig(sglang=SGLangConfig(urls=(url,))), model=ModelConfig(path=path))

@@ -90,10 +90,15 @@ def test_run_needs_a_model_that_reads_pictures(tmp_path: Path) -> None:
 
 
 def test_run_with_pictures_needs_an_engine_that_shows_them(tmp_path: Path) -> None:
-    run = picture_run(tmp_path, engine={"name": "sglang"})
-    with pytest.raises(ConfigError, match=r"kind image, and engine 'sglang' shows its model text alone; set engine.name = 'transformers'"):
-        require_model(run)
-    assert require_model(picture_run(tmp_path)).endswith("is complete")
+    def run(family: str) -> RunConfig:
+        model = {"path": tmp_path / "none", "tiny": {"family": family}}
+        return picture_run(tmp_path, model=model, engine={"name": "sglang"})
+
+    text = r"kind image: engine 'sglang' shows media to models of family qwen3_vl alone, and .*none is of qwen3_vl_moe; set engine.name"
+    with pytest.raises(ConfigError, match=text):
+        require_model(run("qwen3_vl_moe"))
+    assert require_model(run("qwen3_vl")).endswith("will be made by the run")
+    assert require_model(picture_run(tmp_path, engine={"name": "sglang"})).endswith("is complete")
 
 
 def test_run_with_sounds_needs_a_model_that_hears(tmp_path: Path) -> None:

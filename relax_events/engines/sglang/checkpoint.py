@@ -13,6 +13,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from relax_events.config import MediaConfig
+from relax_events.engines.sglang.families import SEEING
 from relax_events.errors import ConfigError, WeightsError
 from relax_events.models.media_layout import MediaLayout
 from relax_events.weights.artifacts import file_shares
@@ -21,6 +23,7 @@ FUSED_EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)$")
 """All experts of a layer in one tensor, as transformers keeps them; a checkpoint has them one by one."""
 HEADER_LENGTH_BYTES = 8
 MAX_FILE_BYTES = 1024**3
+AS_PUBLISHED = MediaConfig()
 REMEDY = "publish weights of the model in model.path"
 
 
@@ -34,6 +37,7 @@ class ModelFolder:
         vocab_size: Token ids lie below this.
         max_context_tokens: That the model was made for.
         has_tied_head: Whether the output layer has no weights of its own.
+        layout: How media stand among the tokens; None where servers are sent text alone for the model.
     """
 
     path: Path
@@ -41,16 +45,15 @@ class ModelFolder:
     vocab_size: int
     max_context_tokens: int
     has_tied_head: bool
-
-    @property
-    def layout(self) -> MediaLayout | None:
-        """Return None: servers are sent text alone as yet."""
-        return None
+    layout: MediaLayout | None
 
     @classmethod
-    def read(cls, path: Path) -> ModelFolder:
+    def read(cls, path: Path, *, media: MediaConfig = AS_PUBLISHED) -> ModelFolder:
         """Read what the folder says of itself.
 
+        Args:
+            path: Of the folder.
+            media: How media are shown to the model.
         Raises:
             ConfigError: It is missing, or holds no language model in safetensors.
         """
@@ -64,7 +67,8 @@ class ModelFolder:
         if not shapes or "vocab_size" not in text:
             raise ConfigError(f"model.path = {path} holds no language model in *.safetensors; engine 'sglang' reads no other form")
         is_tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
-        return cls(path, shapes, text["vocab_size"], text.get("max_position_embeddings", 0), is_tied)
+        layout = MediaLayout.from_folder(path, media) if config.get("model_type") in SEEING else None
+        return cls(path, shapes, text["vocab_size"], text.get("max_position_embeddings", 0), is_tied, layout)
 
     def tensors(self) -> dict[str, Tensor]:
         """Load the folder's own weights."""

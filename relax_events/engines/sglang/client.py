@@ -10,6 +10,7 @@ from typing import Any, Literal
 import orjson
 
 from relax_events.config import SamplingConfig
+from relax_events.engines.sglang.media_wire import FORMAT
 from relax_events.errors import ConfigError, EnvironmentProblem
 
 SUPPORTED = ("0.5.23",)
@@ -71,8 +72,8 @@ class SGLangClient:
             raise ConfigError(f"{self.url} is no SGLang server that we know, it has no /ready; {remedy}")
         return bool(response.status_code == 200)
 
-    async def require_supported(self) -> None:
-        """Refuse a server whose API is another, or that answers in another form.
+    async def require_supported(self, *, takes_media: bool) -> None:
+        """Refuse a server whose API is another, that answers in another form, or that can't be sent media though the model reads them.
 
         Raises:
             ConfigError: The text names what it is and what to do.
@@ -84,14 +85,19 @@ class SGLangClient:
             raise ConfigError(f"engine 'sglang' works with SGLang {', '.join(SUPPORTED)}, and {self.url} is {version}; {remedy}")
         if not info.get("incremental_streaming_output"):
             raise ConfigError(f"the SGLang server at {self.url} repeats all tokens with each event; start it with --incremental-streaming-output")
+        states = info.get("internal_states") or [{}]
+        if takes_media and states[0].get("media_format") != FORMAT:
+            remedy = "install relax-events of this version beside sglang there, which brings the plugin"
+            raise ConfigError(f"the model reads media, and the SGLang server at {self.url} takes none in the form {FORMAT}; {remedy}")
 
     async def generate(
-        self, prompts: Sequence[dict[str, Any]], *, sampling: SamplingConfig, extra_key: str, num_top: int
+        self, prompts: Sequence[dict[str, Any]], *, media: Sequence[str], sampling: SamplingConfig, extra_key: str, num_top: int
     ) -> AsyncIterator[dict[str, Any]]:
         """Generate for several prompts; give what comes for each, as it comes.
 
         Args:
             prompts: `rid`, `input_ids`, `max_new_tokens` and `stop_token_ids` of each.
+            media: What `media_wire` says of the media of each; none where there are none.
             sampling: How tokens are drawn.
             extra_key: Prompts with another one share no cache with these.
             num_top: How many most probable tokens are wanted with each.
@@ -110,6 +116,7 @@ class SGLangClient:
             "return_logprob": True,
             "top_logprobs_num": num_top,
             "stream": True,
+            **({"image_data": [[one] for one in media]} if media else {}),
         }
         async with AsyncExitStack() as stack:
             timeout = self._http.Timeout(None, connect=CONNECT_SECONDS)  # what comes too slowly is noticed by whoever waits for all of it
@@ -168,7 +175,8 @@ class SGLangClient:
 
     def _checked(self, event: dict[str, Any]) -> dict[str, Any]:
         if "error" in event:
-            raise ServerRefused(f"POST {self.url}/generate: {event['error']}")
+            said = event["error"]
+            raise ServerRefused(f"POST {self.url}/generate: {said.get('message', said) if isinstance(said, dict) else said}")
         return event
 
 

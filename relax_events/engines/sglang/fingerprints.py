@@ -23,6 +23,10 @@ NUM_DIGITS = 16
 VOCABULARY_BLOCK = 64
 """A server rounds the rows of its vocabulary up to a multiple of this."""
 FUSED_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+BEGINNINGS = {"model.": "model.language_model.", "visual.": "model.visual."}
+"""What a server calls otherwise of a model that has towers."""
+NO_WEIGHTS = ".rotary_emb."
+"""In the names of a server's tensors that follow from the model's settings."""
 EXPERT_PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 
 
@@ -62,12 +66,13 @@ class Fingerprints:
             checkpoint that are in none of the server's.
         """
         recipes: dict[str, Recipe] = {}
-        for name, seen in checksums.items():
+        held = {name: digest for name, digest in checksums.items() if NO_WEIGHTS not in name}
+        for name, seen in held.items():
             fitting = (recipe for recipe in _guesses(name, tensors) if recipe.digest(tensors, dtype=dtype) == seen)
             if (recipe := next(fitting, None)) is not None:
                 recipes[name] = recipe
         used = {part for recipe in recipes.values() for part in recipe.parts}
-        return cls(recipes, dtype=dtype), sorted((checksums.keys() - recipes.keys()) | (tensors.keys() - used))
+        return cls(recipes, dtype=dtype), sorted((held.keys() - recipes.keys()) | (tensors.keys() - used))
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         """Give the checksums of a server that holds these weights, by the server's names."""
@@ -76,7 +81,9 @@ class Fingerprints:
 
 def _guesses(name: str, tensors: Mapping[str, Tensor]) -> Iterator[Recipe]:
     """Give what a server's tensor could be made of, by its name."""
-    for parts in (_parts(name, tensors), ("model.embed_tokens.weight",) if name == "lm_head.weight" else ()):
+    names = [name, "model.embed_tokens.weight"] if name == "lm_head.weight" else [name]
+    names += [other + one.removeprefix(begin) for one in names for begin, other in BEGINNINGS.items() if one.startswith(begin)]
+    for parts in [_parts(one, tensors) for one in names] + [(one.replace(".attn.qkv_proj.", ".attn.qkv."),) for one in names]:
         if parts and all(part in tensors for part in parts):
             yield Recipe(parts)
             if len(parts) == 1 and (num_zero_rows := -len(tensors[parts[0]]) % VOCABULARY_BLOCK):

@@ -62,8 +62,11 @@ class Flight:
     def take(self, event: dict[str, Any]) -> None:
         """Take what came: tokens since the last event and, at the end, whose they are."""
         meta = event["meta_info"]
-        if not self.tokens:
-            self.num_prompt_tokens, self.num_cached_tokens = meta.get("prompt_tokens", 0), meta.get("cached_tokens", 0)
+        if not self.num_prompt_tokens:
+            self._note_reading(meta)
+        if self.refusal:
+            self.has_landed = meta["finish_reason"] is not None
+            return
         self.tokens += event["output_ids"]
         self.logprobs += [np.nan if entry[0] is None else entry[0] for entry in meta["output_token_logprobs"]]
         if num_top := self.sample.top_tokens.shape[1]:
@@ -73,6 +76,14 @@ class Flight:
             self.spans = meta["weight_versions"]
             if reason["type"] == "abort" and reason.get("status_code") == BAD_REQUEST:
                 self.refusal = reason["message"]
+
+    def _note_reading(self, meta: Mapping[str, Any]) -> None:
+        """Note how long the prompt was that the server read; of another than ours it would draw tokens that nobody can train on."""
+        self.num_prompt_tokens, self.num_cached_tokens = meta.get("prompt_tokens", 0), meta.get("cached_tokens", 0)
+        num_sent = len(self.sample.sequence)
+        if self.num_prompt_tokens not in (0, num_sent):
+            remedy = "run servers that take prompts as they are"
+            self.refusal = f"it read {self.num_prompt_tokens} tokens, and its prompt has {num_sent}; {remedy}"
 
     def note_change(self) -> None:
         """Other weights are about to be loaded: of what comes from now on only the server knows whose it is."""

@@ -1,11 +1,13 @@
-"""What SGLang finds of ours by its entry points, in every process that it starts: it can then serve on a machine without an accelerator.
+"""What SGLang finds of ours by its entry points, in every process that it starts.
 
-Where there is one, or the CPU kernels of SGLang's own were asked for, nothing happens here. Nothing of SGLang is imported before it asks.
+It can then take media as the worker has processed them, and serve on a machine without an accelerator. Where there is one, or the CPU kernels of
+SGLang's own were asked for, nothing is done for the latter. Nothing of SGLang is imported before it asks.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 PLATFORM = "relax_events.engines.sglang.cpu_platform:TorchCpuPlatform"
@@ -25,6 +27,30 @@ def replace_cuda_call() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(CUDA_CALL, _do_nothing, HookType.REPLACE)
+
+
+def take_media() -> None:
+    """Let requests bring media in our form beside SGLang's own. (Entry point in `sglang.srt.plugins`.)"""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for (target, name), kind in {
+        ("managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", "read_request"): HookType.BEFORE,
+        ("multimodal.processors.qwen_vl.QwenVLImageProcessor.process_mm_data_async", "processed"): HookType.AROUND,
+        ("managers.tokenizer_manager.TokenizerManager.get_internal_state", "with_mark"): HookType.AROUND,
+        ("managers.scheduler.Scheduler.flush_cache", "forget_features"): HookType.AFTER,
+    }.items():
+        HookRegistry.register(f"sglang.srt.{target}", _later(name), kind)
+
+
+def _later(name: str) -> Callable[..., Any]:
+    """Import what takes media in when it is first called: SGLang's modules can't be imported while plugins are."""
+
+    def hook(*arguments: Any, **settings: Any) -> Any:
+        from relax_events.engines.sglang import media_intake
+
+        return getattr(media_intake, name)(*arguments, **settings)
+
+    return hook
 
 
 def _is_needed() -> bool:

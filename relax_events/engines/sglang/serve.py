@@ -16,7 +16,7 @@ import sys
 import threading
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
-CPU_ARGUMENTS = ("--device", "cpu", "--mem-fraction-static", "0.2", "--sleep-on-idle")
+CPU_ARGUMENTS = ("--device", "cpu", "--mem-fraction-static", "0.2", "--mm-attention-backend", "sdpa", "--sleep-on-idle")
 """An idle scheduler that polls takes the cores from whoever works: two engines on the same cores fell to 2 tokens/s without the last."""
 
 

@@ -24,6 +24,7 @@ from relax_events.engines.sglang.fingerprints import Fingerprints
 from relax_events.engines.sglang.generation import Generation, Served
 from relax_events.engines.sglang.process import ServerProcess
 from relax_events.errors import ConfigError, EngineFailed, EnvironmentProblem, WeightsError
+from relax_events.models.media_layout import MediaLayout
 
 log = structlog.get_logger()
 LOOK_SECONDS = 0.2
@@ -34,8 +35,17 @@ Tell = Callable[[GeneratedSample | None], None]
 class Serving:
     """See the module's docstring. Used within one event loop, `expected` apart."""
 
-    def __init__(self, client: SGLangClient, process: ServerProcess | None, *, config: SGLangConfig, served: Served, tell: Tell) -> None:
-        self.generation = Generation(client, served=served, hand_out=tell)
+    def __init__(
+        self,
+        client: SGLangClient,
+        process: ServerProcess | None,
+        *,
+        config: SGLangConfig,
+        served: Served,
+        layout: MediaLayout | None,
+        tell: Tell,
+    ) -> None:
+        self.generation = Generation(client, served=served, layout=layout, hand_out=tell)
         self.failure: EngineFailed | None = None
         self._client, self._process, self._config, self._tell = client, process, config, tell
         self._fingerprints = Fingerprints({}, dtype=torch.float32)
@@ -53,7 +63,7 @@ class Serving:
         """
         try:
             await self._bring_up()
-            await self._client.require_supported()
+            await self._client.require_supported(takes_media=model.layout is not None)
             if self._process is None:  # whoever was here before us may have left other weights
                 await self._client.load_weights(model.path, name=self.generation.served.name, flush_cache=True)
             await self._learn(model.tensors(), dtype=getattr(torch, settings.dtype))

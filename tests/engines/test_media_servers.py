@@ -1,0 +1,252 @@
+"""Pictures and clips through a real SGLang server: it computes what the trainer computes of the same arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_requests import MakeEngine, continued, finish
+from numpy.typing import NDArray
+from PIL import Image
+from safetensors.torch import load_file
+from sglang_servers import await_ready
+
+from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
+from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest
+from relax_events.engines.sglang import generation, media_wire
+from relax_events.engines.sglang.checkpoint import ModelFolder
+from relax_events.engines.sglang.engine import SGLangEngine
+from relax_events.engines.sglang.flights import Flight
+from relax_events.engines.sglang.media_wire import HEAD
+from relax_events.engines.sglang.process import ServerProcess
+from relax_events.errors import PoisonSample
+from relax_events.events.parts import FinishReason, Modality, VersionSegment
+from relax_events.media.items import MediaItem
+from relax_events.media.library import MediaLibrary
+from relax_events.models.families import family_of
+from relax_events.models.media_inputs import MediaSequence, ProcessedMedia
+from relax_events.weights import Weights
+from relax_events.weights.artifacts import weights_digest
+from tests.unit.moving_and_sounding import BOUNDS, item_of, media_run
+from tests.unit.pictures import picture_model, plain_model, prompt_of, request_about
+
+pytestmark = pytest.mark.timeout(720)  # the first test waits for the server
+LONG = 200
+PICTURE, CLIP, WIDE = (Modality.IMAGE, (64, 48)), (Modality.VIDEO, (48, 32, 9)), (Modality.IMAGE, (96, 32))
+GROUPS = [[PICTURE], [CLIP], [], [WIDE, CLIP, PICTURE], [CLIP, CLIP]]
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def url(sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Give the address of a server on the tiny model that sees."""
+    path = picture_model()
+    config = EngineConfig(max_running_samples=16, max_context_tokens=512, sglang=SGLangConfig(python=sglang_python))
+    process = ServerProcess(ModelFolder.read(path), tmp_path_factory.mktemp("server"), config=config, settings=ModelConfig(path=path))
+    process.start(path, name="session")
+    try:
+        await_ready(process)
+        yield process.url
+    finally:
+        process.kill()
+
+
+@pytest.fixture
+def make(url: str) -> Iterator[MakeEngine]:
+    """Return a maker of engines on the server: one at a time."""
+    engines: list[Engine] = []
+
+    def make(**settings: Any) -> Engine:
+        engines.append(engine_at(url, picture_model(), **settings))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.abort()
+        engine.close()
+
+
+def engine_at(url: str, path: Path, **settings: Any) -> Engine:
+    """Take a server over."""
+    config = EngineConfig(**{"max_running_samples": 16, "max_context_tokens": 512} | settings, sglang=SGLangConfig(urls=(url,)))
+    return SGLangEngine(path, config=config, model=ModelConfig(path=path, media=BOUNDS))
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> MediaLibrary:
+    """Give a library that shows frames of the tests' size."""
+    return MediaLibrary(media_run(tmp_path, picture_model()))
+
+
+def pieces_of(library: MediaLibrary, kinds: Sequence[tuple[Modality, Any]], *, seed: int = 0) -> tuple[ProcessedMedia, ...]:
+    """Put pieces into a library, and take them out as the model is shown them."""
+    return tuple(library.processed(library.admit(item_of(*kind, seed=seed + place))) for place, kind in enumerate(kinds))
+
+
+def asked(number: int, media: tuple[ProcessedMedia, ...], *, num_samples: int = 2, max_new_tokens: int = 8) -> GenerationRequest:
+    """Ask about pieces."""
+    request = request_about(number, (), num_samples=num_samples, max_new_tokens=max_new_tokens)
+    return replace(request, prompt_tokens=prompt_of(media, bounds=BOUNDS), media=media)
+
+
+def groups(library: MediaLibrary) -> list[GenerationRequest]:
+    """Ask about groups of pieces, all others in each."""
+    return [asked(number, pieces_of(library, kinds, seed=10 * number), num_samples=3) for number, kinds in enumerate(GROUPS)]
+
+
+def expected(request: GenerationRequest, tokens: NDArray[np.int32], *, path: Path | None = None) -> NDArray[np.float64]:
+    """Compute a completion's log-probabilities from one whole forward as the trainer makes it, in float64."""
+    path = path or picture_model()
+    family, model = family_of(path, BOUNDS), plain_model(path)
+    whole = np.concatenate([request.prompt_tokens, tokens])
+    given, places = np.append(request.given, np.zeros(len(tokens), bool)), np.arange(len(whole))
+    media = family.inputs([MediaSequence("expected", whole, given, request.media, places)], position_ids=places[None])
+    ids = torch.from_numpy(whole.astype(np.int64))[None]
+    with torch.no_grad():
+        logits = model.lm_head(family.hidden(model, ids, torch.from_numpy(places)[None], media, use_cache=False))[0]
+    picked: NDArray[np.float64] = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
+    return picked[len(request.prompt_tokens) - 1 :]
+
+
+def check(engine: Engine, requests: Sequence[GenerationRequest], *, path: Path | None = None) -> dict[str, GeneratedSample]:
+    """Generate, and compare."""
+    for request in requests:
+        engine.submit(request)
+    samples = finish(engine)
+    assert len(samples) == sum(len(request.samples) for request in requests)
+    for request in requests:
+        for sample in request.samples:
+            generated = samples[sample.sample_id]
+            assert generated.error == ""
+            np.testing.assert_allclose(generated.logprobs, expected(request, generated.tokens, path=path), rtol=0, atol=TOLERANCE)
+    return samples
+
+
+def weights_of(path: Path, policy_version: int) -> Weights:
+    """Give the weights of another tiny model of the same shape."""
+    tensors = {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return Weights(policy_version, tensors, weights_digest(tensors))
+
+
+def test_logprobs_agree_with_one_whole_forward_under_each_version(make: MakeEngine, library: MediaLibrary) -> None:
+    engine, requests, other = make(), groups(library), picture_model(seed=4)
+    check(engine, requests)
+    engine.load_weights(weights_of(other, 1))
+    samples = check(engine, requests, path=other)
+    assert {sample.segments for sample in samples.values()} == {(VersionSegment(1, 8),)}
+
+
+def test_restart_looks_at_media_again_under_the_new_weights(make: MakeEngine, library: MediaLibrary) -> None:
+    engine, other = make(), picture_model(seed=4)
+    request = asked(1, pieces_of(library, [PICTURE, CLIP]), max_new_tokens=LONG)
+    engine.submit(request)
+    while engine.num_tokens < 20:
+        assert engine.poll(timeout_seconds=0.02) == []
+    engine.load_weights(weights_of(other, 1), on_running="restart")
+    for sample in finish(engine).values():
+        first, second = sample.segments
+        assert (first.policy_version, second.policy_version) == (0, 1)
+        old, new = expected(request, sample.tokens), expected(request, sample.tokens, path=other)
+        count = first.num_tokens
+        np.testing.assert_allclose(sample.logprobs[:count], old[:count], rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(sample.logprobs[count:], new[count:], rtol=0, atol=TOLERANCE)
+
+
+def test_aborted_samples_go_on_behind_their_media(make: MakeEngine, library: MediaLibrary) -> None:
+    engine, request = make(), asked(1, pieces_of(library, [CLIP]), max_new_tokens=LONG)
+    engine.submit(request)
+    while engine.num_tokens < 20:
+        assert engine.poll(timeout_seconds=0.02) == []
+    partial = engine.abort()
+    assert all(0 < len(sample.tokens) < LONG for sample in partial)
+    check(engine, [replace(continued(request, partial), media=request.media)])
+
+
+def test_pictures_of_the_same_patches_and_another_shape_share_no_cache(make: MakeEngine, library: MediaLibrary) -> None:
+    """One colour cuts into the same patches whatever its shape; only the positions differ."""
+    engine, requests = make(), []
+    for number, size in enumerate([(96, 32), (32, 96), (96, 32)]):
+        file = BytesIO()
+        Image.new("RGB", size, (200, 30, 30)).save(file, "PNG")
+        item = MediaItem(Modality.IMAGE, file.getvalue(), f"rows:{size}")
+        requests.append(asked(number, (library.processed(library.admit(item)),)))
+    assert len({request.prompt_tokens.tobytes() for request in requests}) == 1
+    for request in requests:
+        check(engine, [request])
+
+
+def test_placeholder_that_the_policy_wrote_stands_for_nothing(make: MakeEngine, library: MediaLibrary) -> None:
+    """As in an answer before the next turn, which brings another picture."""
+    layout = ModelFolder.read(picture_model(), media=BOUNDS).layout
+    assert layout is not None
+    engine, turns = make(), [asked(number, pieces_of(library, [PICTURE], seed=number)) for number in range(2)]
+    answer = np.array([layout.placeholders[Modality.IMAGE], 65, layout.placeholders[Modality.VIDEO]], np.int32)
+    prompt = np.concatenate([turns[0].prompt_tokens, answer, turns[1].prompt_tokens])
+    chosen = np.zeros(len(prompt), bool)
+    chosen[len(turns[0].prompt_tokens) :][: len(answer)] = True
+    request = replace(turns[0], prompt_tokens=prompt, media=turns[0].media + turns[1].media, chosen=chosen)
+    check(engine, [request])
+    with pytest.raises(PoisonSample, match="the sequence holds 26 placeholders"):
+        engine.submit(replace(request, chosen=None))
+
+
+def test_placeholders_among_the_tokens_that_are_drawn_do_no_harm(make: MakeEngine, library: MediaLibrary) -> None:
+    layout = ModelFolder.read(picture_model(), media=BOUNDS).layout
+    assert layout is not None
+    engine, request = make(), asked(1, pieces_of(library, [PICTURE]), num_samples=8, max_new_tokens=LONG)
+    weights = weights_of(picture_model(), 1)
+    engine.load_weights(replace(weights, tensors={name: tensor * (0 if name == "lm_head.weight" else 1) for name, tensor in weights.tensors.items()}))
+    engine.submit(request)
+    samples = finish(engine)
+    drawn = {token for sample in samples.values() for token in sample.tokens.tolist()}
+    assert drawn >= set(layout.placeholders.values())
+    begun = [replace(sample, tokens=sample.tokens[:150], logprobs=sample.logprobs[:150]) for sample in samples.values()]
+    partial = [replace(sample, segments=(VersionSegment(1, 150),)) for sample in begun]
+    engine.load_weights(replace(weights, policy_version=2))
+    engine.submit(replace(continued(request, partial), media=request.media))
+    for sample in finish(engine).values():
+        np.testing.assert_allclose(sample.logprobs[150:], expected(request, sample.tokens)[150:], rtol=0, atol=TOLERANCE)
+
+
+def test_prompt_that_the_server_reads_otherwise_fails_by_name(
+    make: MakeEngine, library: MediaLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, request = make(), asked(1, pieces_of(library, []))
+    whole = Flight.prompt.fget
+    assert whole is not None
+    monkeypatch.setattr(Flight, "prompt", property(lambda flight: {**whole(flight), "input_ids": [*flight.sample.sequence.tolist(), 65, 66]}))
+    engine.submit(request)
+    samples = finish(engine)
+    num_sent = len(request.prompt_tokens)
+    assert {sample.finish_reason for sample in samples.values()} == {FinishReason.ERROR}
+    assert all(f"it read {num_sent + 2} tokens, and its prompt has {num_sent}" in sample.error for sample in samples.values())
+    assert all(len(sample.tokens) == 0 for sample in samples.values())
+
+
+@pytest.mark.parametrize("said", ["{}", "[1", '{"shown": [{"modality": "smell"}], "runs": []}'])
+def test_media_that_can_not_be_read_fail_by_name_and_alone(
+    make: MakeEngine, library: MediaLibrary, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    engine, request = make(), asked(1, pieces_of(library, [PICTURE]))
+    with monkeypatch.context() as broken:
+        broken.setattr(generation, "requested", lambda samples, *_, **__: [HEAD + said] * len(samples))
+        engine.submit(request)
+        assert all("can't be read" in sample.error for sample in finish(engine).values())
+    check(engine, [request])
+
+
+def test_places_that_the_features_do_not_fit_into_are_refused_by_the_server(
+    make: MakeEngine, library: MediaLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, request = make(), asked(1, pieces_of(library, [PICTURE]))
+    with monkeypatch.context() as broken:
+        broken.setattr(media_wire, "_runs", lambda cells: [(int(cells[0]), int(cells[-1]) + 1)])
+        engine.submit(request)
+        assert all("12 features (image) don't fit into the places" in sample.error for sample in finish(engine).values())
+    check(engine, [request])
