@@ -1,11 +1,14 @@
-"""Addresses at which there is no server, but something else."""
+"""Addresses at which there is no server, but something else, or one that does not do what is wanted."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Literal
 
 import pytest
 from engine_requests import tiny_model
@@ -25,19 +28,48 @@ class RouterLike(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def router_url() -> Iterator[str]:
-    """Give the address of something that is no SGLang server."""
-    with HTTPServer(("127.0.0.1", 0), RouterLike) as server:
+class ServerLike(RouterLike):
+    """Answers as a server does that was started without `--enable-return-routed-experts`."""
+
+    def do_GET(self) -> None:
+        info = {"version": "0.5.23", "incremental_streaming_output": True, "enable_return_routed_experts": False}
+        body = json.dumps(info).encode() if self.path == "/server_info" else b""
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@contextmanager
+def answering(handler: type[RouterLike]) -> Iterator[str]:
+    """Give the address of something that answers."""
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
-def test_router_in_place_of_a_server_is_refused_at_once(router_url: str) -> None:
-    path = tiny_model()
-    config = EngineConfig(sglang=SGLangConfig(urls=(router_url,)))
-    with pytest.raises(ConfigError, match=r"is no SGLang server that we know, it has no /ready; name servers of SGLang 0\.5\.23 in"):
-        SGLangEngine(path, config=config, model=ModelConfig(path=path))
+def attach(url: str, *, family: str = "qwen3", routing_replay: Literal["none", "rollout"] = "none") -> SGLangEngine:
+    path = tiny_model(family)
+    return SGLangEngine(path, config=EngineConfig(sglang=SGLangConfig(urls=(url,))), model=ModelConfig(path=path, routing_replay=routing_replay))
+
+
+def test_router_in_place_of_a_server_is_refused_at_once() -> None:
+    refusal = r"is no SGLang server that we know, it has no /ready; name servers of SGLang 0\.5\.23 in"
+    with answering(RouterLike) as url, pytest.raises(ConfigError, match=refusal):
+        attach(url)
+
+
+def test_server_that_does_not_tell_of_experts_is_refused_where_they_are_replayed() -> None:
+    refusal = r"does not tell which experts tokens go through, .*; start it with --enable-return-routed-experts"
+    with answering(ServerLike) as url, pytest.raises(ConfigError, match=refusal):
+        attach(url, family="qwen3_moe", routing_replay="rollout")
+
+
+def test_model_without_experts_is_refused_before_any_server_is_asked() -> None:
+    with pytest.raises(ConfigError, match=r"replays the experts of a mixture that engine 'sglang' knows, and the model in .* has none; set model"):
+        attach("http://127.0.0.1:9", routing_replay="rollout")
