@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
-from engine_requests import finish, make_engine, make_request, plain_model, tiny_model
+from engine_requests import finish, make_engine, make_prompt, make_request, plain_model, tiny_model
 from routed_samples import chosen_by, routed_logprobs
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from relax_events.config import ModelConfig
+from relax_events.engines.protocol import GenerationRequest
+from relax_events.engines.transformers import TransformersEngine
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import StoredArray
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
 from relax_events.models.routers import Routers
+from relax_events.models.tiny import make_tiny
 from relax_events.pipeline.validation import check_ready, check_trainable
 from relax_events.training.packing import pack
 from relax_events.training.policy_model import PolicyModel
@@ -39,7 +43,11 @@ CHEAP = PromptSharing(0.0)
 def drawn() -> tuple[SampleReady, ...]:
     """Draw two samples of each of three prompts, with the experts that they went through."""
     engine = make_engine(tiny_model(FAMILY), model={"routing_replay": "rollout"})
-    requests = [make_request(number, max_new_tokens=5 + 3 * number) for number in (1, 2, 4)]
+    return samples_of(engine, [make_request(number, max_new_tokens=5 + 3 * number) for number in (1, 2, 4)])
+
+
+def samples_of(engine: TransformersEngine, requests: Sequence[GenerationRequest]) -> tuple[SampleReady, ...]:
+    """Generate, and make what the trainer reads."""
     for request in requests:
         engine.submit(request)
     generated, template = finish(engine), make_samples(1)[0]
@@ -68,6 +76,10 @@ def logprobs_of(model: PolicyModel, samples: tuple[SampleReady, ...], **layout: 
     return model.token_logprobs(batch).logprobs
 
 
+def rollout_logprobs(samples: tuple[SampleReady, ...]) -> np.ndarray:
+    return np.concatenate([np.asarray(sample.rollout_logprobs)[np.asarray(sample.loss_mask).astype(bool)] for sample in samples])
+
+
 def perturbed(module: torch.nn.Module) -> None:
     """Move the routers' weights, so that they choose otherwise."""
     generator = torch.Generator().manual_seed(5)
@@ -90,7 +102,7 @@ def by_hand(samples: tuple[SampleReady, ...], module: Any) -> np.ndarray:
 @pytest.mark.parametrize("layout", [{}, {"share_rows": False}, {"sharing": CHEAP}, {"row_multiple": 16}])
 def test_replayed_logprobs_are_the_engines_and_bit_for_bit_those_without_replay(layout: dict[str, Any]) -> None:
     samples = drawn()
-    engine = np.concatenate([np.asarray(sample.rollout_logprobs)[np.asarray(sample.loss_mask).astype(bool)] for sample in samples])
+    engine = rollout_logprobs(samples)
     with torch.no_grad():
         replayed, free = (logprobs_of(policy(replays=replays), samples, **layout) for replays in (True, False))
     np.testing.assert_allclose(replayed.numpy(), engine, atol=1e-5)
@@ -110,6 +122,22 @@ def test_replayed_logprobs_follow_the_samples_experts_when_routers_have_moved(la
     replayed, free = results
     np.testing.assert_allclose(replayed, by_hand(samples, plain), atol=1e-5)
     assert np.abs(replayed - free).max() > 0.01
+
+
+def test_replay_leaves_rounding_alone_where_engine_and_trainer_attend_by_other_kernels(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path, corpus=["12=21"], family=FAMILY, num_layers=4, seed=3)
+    engine = make_engine(path, model={"routing_replay": "rollout", "dtype": "bfloat16"})
+    samples = samples_of(engine, [make_request(number, num_samples=1, prompt=make_prompt(number, 16), max_new_tokens=48) for number in range(24)])
+    differences = {}
+    replays: tuple[Literal["none", "rollout"], ...] = ("none", "rollout")
+    for replay in replays:
+        config = ModelConfig(path=path, device="cpu", dtype="bfloat16", attention="eager", routing_replay=replay)
+        with torch.no_grad():
+            trainer = logprobs_of(PolicyModel(path, config=config, device=torch.device("cpu")), samples).numpy()
+        differences[replay] = np.abs(trainer - rollout_logprobs(samples))
+    assert [(values > 0.1).sum() > 10 for values in differences.values()] == [True, False]
+    assert differences["rollout"].max() < 0.1 < 0.3 < differences["none"].max()
+    assert differences["rollout"].mean() < 0.5 * differences["none"].mean()
 
 
 def _fresh_plain() -> Any:
