@@ -173,6 +173,7 @@ def test_experts_of_the_engine_are_those_of_the_trainer(relax: Relax, run_file: 
     for name, num_slots in (("sync", 2), ("async", 4)):
         samples = rolled_out(bootstrap_servers, f"{run_id}-{name}", num_partitions=2 * num_slots)
         assert len(samples) >= 6 * 16
-        for sample in samples:
-            assert isinstance(sample.routed_experts, StoredArray)
-            assert (sample.routed_experts.dtype, sample.routed_experts.shape) == ("|u1", (len(sample.tokens) - 1, 2, 2))
+        experts = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
+        assert [array.shape for array in experts] == [(len(sample.tokens) - 1, 2, 2) for sample in samples]
+        assert {np.dtype(array.dtype) for array in experts} == {np.dtype(np.uint8)}
+        assert any(isinstance(array, StoredArray) for array in experts)
