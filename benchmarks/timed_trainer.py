@@ -40,6 +40,10 @@ class TimedBackend:
         """Bound of the token ids, above those of the tokenizer."""
         return VOCAB_SIZE
 
+    @property
+    def experts(self) -> None:
+        """Nothing: no token is sent anywhere."""
+
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Queue forward and backward on the devices, as kernels are, and return once all but this are done."""
         tokens = sum(num_completion_tokens(sample) for sample in micro_batch)

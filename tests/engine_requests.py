@@ -77,6 +77,7 @@ def continued(request: GenerationRequest, partial: list[GeneratedSample]) -> Gen
             logprobs=one.logprobs,
             segments=one.segments,
             top_tokens=one.top_tokens,
+            routed_experts=one.routed_experts,
         )
         for one in partial
     )

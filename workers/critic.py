@@ -13,7 +13,8 @@ from __future__ import annotations
 from relax_events.config import RunConfig
 from relax_events.pipeline.map_role import MapRole
 from relax_events.training.critic_learning import CriticLearning
-from workers.evaluation import Evaluating, backend_of
+from workers.backends import backend_of
+from workers.evaluation import Evaluating
 from workers.opening import open_store, open_worker
 
 

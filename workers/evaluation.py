@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from relax_events.broker.records import OutRecord
-from relax_events.config import ModelConfig, RunConfig
+from relax_events.config import ModelConfig
 from relax_events.events.types import SampleEvaluated, SampleRolledOut
 from relax_events.pipeline.worker import Worker
-from relax_events.plugins import TRAINER_BACKENDS, find_plugin
-from relax_events.training.protocol import SampleScores, Scorer, TokenScorer, TrainerBackend
+from relax_events.training.protocol import SampleScores, Scorer, TokenScorer
+from workers.backends import backend_of
 
 UseVersion = Callable[[int], int]
 
@@ -69,14 +69,3 @@ def open_scorer(worker: Worker, *, model: ModelConfig | None = None, threads: in
     config = worker.config
     trainer = config.trainer if threads is None else config.trainer.model_copy(update={"threads": threads})
     return backend_of(config).open_scorer(config.model_copy(update={"model": model or config.model, "trainer": trainer}))
-
-
-def backend_of(config: RunConfig) -> type[TrainerBackend]:
-    """Return the run's trainer backend.
-
-    Raises:
-        ConfigError: None of that name is installed.
-    """
-    name = config.trainer.backend
-    backend: type[TrainerBackend] = find_plugin(TRAINER_BACKENDS, name, what=f"trainer.backend = {name!r}").load()
-    return backend

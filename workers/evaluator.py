@@ -46,7 +46,8 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     with ExitStack() as stack:
         rewards = {part.name: stack.enter_context(RewardPool(part.reward or config.reward)) for part in config.evaluation.datasets}
         worker = stack.enter_context(open_worker("evaluator", config, index=index, store=store, follow=("control.evaluations",), linger_ms=0))
-        engine = open_speaker(config, name=config.engine.name, metrics=worker.metrics.routing)
+        asked = config.model_copy(update={"model": config.model.routing_freely})
+        engine = open_speaker(asked, name=config.engine.name, metrics=worker.metrics.routing)
         stack.callback(engine.close)
         EvaluatorLoop(worker, engine, StoreTransport(store, full_every=config.weights.full_every), sources=sources, rewards=rewards).run()
 

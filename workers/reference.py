@@ -14,5 +14,6 @@ from workers.opening import open_worker
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     with open_worker("reference", config, index=index) as worker:
-        evaluate = Evaluating(worker, open_scorer(worker), evaluator="reference", topic="reference.logprobs", use_version=lambda _: 0)
+        scorer = open_scorer(worker, model=config.model.routing_freely)
+        evaluate = Evaluating(worker, scorer, evaluator="reference", topic="reference.logprobs", use_version=lambda _: 0)
         MapRole(worker, evaluate, max_tokens=config.trainer.max_tokens_per_micro_batch).run()

@@ -58,9 +58,26 @@ def rolled_out(group: GroupInWork, sample: GeneratedSample, *, owner: int, worke
         turns=list(sample.turns),
         answer=issued.answer,
         metadata=issued.metadata,
+        routed_experts=recorded_experts(sample, worker.config, num_tokens=len(tokens)),
         topk_ids=recorded_top_tokens(sample, worker.config),
         worker_id=worker.worker_id,
     )
+
+
+def recorded_experts(sample: GeneratedSample, config: RunConfig, *, num_tokens: int) -> np.ndarray | None:
+    """Return which experts a sample's tokens went through where that is replayed, else None.
+
+    Raises:
+        ConfigError: The engine did not tell, or not of all tokens but the last.
+    """
+    if not config.model.replays_routing:
+        return None
+    experts = sample.routed_experts
+    if experts is None or len(experts) != num_tokens - 1:
+        got = "none" if experts is None else f"those of {len(experts)}"
+        need = f"model.routing_replay = 'rollout' needs the experts that {num_tokens - 1} tokens of sample {sample.sample_id} went through"
+        raise ConfigError(f"{need}; engine.name = {config.engine.name!r} gave {got}; take another engine, or routing_replay = 'none'")
+    return experts
 
 
 def recorded_top_tokens(sample: GeneratedSample, config: RunConfig) -> np.ndarray | None:

@@ -31,7 +31,6 @@ from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.source_run import SourceRun
 from relax_events.pipeline.validation import check_ready, check_trainable
 from relax_events.pipeline.worker import Worker
-from relax_events.plugins import TRAINER_BACKENDS, find_plugin
 from relax_events.policy import IssuedGroup, ReadyGroup, select_groups
 from relax_events.telemetry.traces import Work
 from relax_events.training.assembly import GroupAssembler, PlacedSample
@@ -50,6 +49,7 @@ from relax_events.training.source_steps import SourceSteps, open_batches
 from relax_events.training.starting import read_start
 from relax_events.training.step_record import StepShare
 from relax_events.weights.transport import StoreTransport
+from workers.backends import open_backend
 from workers.opening import open_store, open_worker
 
 log = structlog.get_logger()
@@ -67,17 +67,6 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         with open_worker("trainer", config, index=index + ranks.rank, store=store) as worker:
             backend = open_backend(config, ranks)
             TrainLoop(worker, backend, ranks, store).run()
-
-
-def open_backend(config: RunConfig, ranks: Ranks) -> TrainerBackend:
-    """Load the configured backend.
-
-    Raises:
-        ConfigError: No backend of that name is installed.
-    """
-    plugin = find_plugin(TRAINER_BACKENDS, config.trainer.backend, what=f"trainer.backend = {config.trainer.backend!r}")
-    backend: TrainerBackend = plugin.load()(config, ranks=ranks)
-    return backend
 
 
 class TrainLoop:
@@ -283,7 +272,8 @@ class TrainLoop:
     def _trainable(self, sample: SampleReady) -> SampleReady:
         """Return a sample that can be trained, its media at hand; raises PoisonSample as `check_trainable`, or where its media can't be had."""
         self._library.require(sample.media)
-        return check_trainable(sample, algorithm=self._config.algorithm, vocab_size=self._backend.vocab_size)
+        backend = self._backend
+        return check_trainable(sample, algorithm=self._config.algorithm, vocab_size=backend.vocab_size, experts=backend.experts)
 
     def _agree_to_drain(self) -> bool:
         """Return whether any rank was asked to end, and note whether the step before is still uncommitted; all ranks get the same answer."""

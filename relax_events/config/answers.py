@@ -86,6 +86,9 @@ def _brings_pairs(part: RowsConfig) -> bool:
 
 
 def _problems_with_engine(config: RunConfig) -> Iterator[str]:
+    if config.model.replays_routing:
+        why = f"algorithm {config.algorithm.name} draws no samples"
+        yield f"model.routing_replay = 'rollout' replays where an engine sent the tokens that it drew, and {why}; leave it out"
     sampling, usual = config.engine.sampling, SamplingConfig()
     for key in ("temperature", "top_p", "top_k"):
         if (value := getattr(sampling, key)) != getattr(usual, key):

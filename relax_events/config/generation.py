@@ -39,10 +39,23 @@ class ModelConfig(Section):
     """Attention implementation of the model."""
     media: MediaConfig = MediaConfig()
     """Which media are taken, and how the model is shown them."""
+    routing_replay: Literal["none", "rollout"] = "none"
+    """Which experts trainer and actor-forward send a token through, where the model is a mixture of experts: those that the router of their own
+    weights chooses, or those that the rollout engine sent it through, weighed by that router (rollout routing replay, R3)."""
     frozen: tuple[Literal["language", "vision", "audio", "projection"], ...] = ()
     """Parts that training leaves as they are: the language model, the vision or audio tower, or what leads from them to the language model."""
     tiny: TinyModelConfig | None = None
     """How `relax models prepare` makes the model where `path` does not exist; without it the folder must be there."""
+
+    @property
+    def replays_routing(self) -> bool:
+        """Whether the engine records which experts each token goes through, and the trainer sends it through the same."""
+        return self.routing_replay == "rollout"
+
+    @property
+    def routing_freely(self) -> ModelConfig:
+        """The same, each token sent where the router of the weights at hand chooses: for roles that say nothing of the policy in training."""
+        return self.model_copy(update={"routing_replay": "none"})
 
 
 class SamplingConfig(Section):

@@ -15,6 +15,7 @@ from relax_events.data.sources import media_brought
 from relax_events.engines.sglang.families import SEEING
 from relax_events.errors import ConfigError, EnvironmentProblem
 from relax_events.models.media_layout import MEDIA_FAMILIES, MediaLayout
+from relax_events.models.mixtures import has_experts
 from relax_events.models.vocabulary import require_same_vocabulary
 from relax_events.plugins import ENGINES, ENVIRONMENTS, FUNCTION, ROLES, TRAINER_BACKENDS, find_plugin
 from relax_events.rewards.judging import load_grading
@@ -65,6 +66,7 @@ def require_model(config: RunConfig) -> str:
     if missing := [name for name in MODEL_PACKAGES if importlib.util.find_spec(name) is None]:
         raise EnvironmentProblem(f"{missing[0]} is not installed; install relax-events[model]")
     _require_reader_of_media(config)
+    _require_replay_of_routing(config)
     path = config.model.path
     if not path.exists():
         if config.model.tiny is None:
@@ -107,6 +109,18 @@ def _require_reader_of_media(config: RunConfig) -> None:
 def _family_of(path: Path) -> str:
     """Return what a model's folder says it is; `MediaLayout` has read it before."""
     return str(json.loads((path / "config.json").read_bytes()).get("model_type"))
+
+
+def _require_replay_of_routing(config: RunConfig) -> None:
+    """Refuse a replay of the engine's routing where there are no experts."""
+    if not config.model.replays_routing:
+        return
+    path, tiny, what = config.model.path, config.model.tiny, "model.routing_replay = 'rollout'"
+    if (path / "config.json").is_file():
+        if not has_experts(path):
+            raise ConfigError(f"{what} is for mixtures of experts, and the model in model.path {path} is none; leave it out")
+    elif tiny is not None and "moe" not in tiny.family:
+        raise ConfigError(f"{what} is for mixtures of experts, and model.tiny.family = {tiny.family!r} is none; leave it out")
 
 
 def _require_critic(config: RunConfig) -> None:

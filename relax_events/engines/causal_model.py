@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
@@ -17,10 +17,12 @@ from relax_events.engines import attention
 from relax_events.engines.experts import ROW_BLOCK, use_padded_experts
 from relax_events.engines.kv_cache import RowCache
 from relax_events.errors import ConfigError
+from relax_events.events.routed_experts import ExpertShape
 from relax_events.models.causal_lm import attention_kinds, choose_device, load_causal_lm, replace_weights
 from relax_events.models.families import family_of
 from relax_events.models.media_inputs import MediaSequence
 from relax_events.models.media_layout import MediaLayout
+from relax_events.models.routers import Routers, of_rows
 
 FULL, LINEAR = "full_attention", "linear_attention"
 LINEAR_MODELS = ("qwen3_5_text", "qwen3_5_moe_text")
@@ -48,6 +50,7 @@ class CausalModel:
         _require_known_attention(self._module, path)
         if self.device.type == "cpu":
             use_padded_experts(self._module)
+        self._routers = Routers(self.family.language(self._module), path=path) if config.replays_routing else None
         self._require_linear_head(path)
 
     @property
@@ -68,6 +71,15 @@ class CausalModel:
     def layout(self) -> MediaLayout | None:
         """How media stand among the tokens; None where the model reads text alone."""
         return self.family.layout
+
+    @property
+    def experts(self) -> ExpertShape | None:
+        """The experts whose choice is recorded; None where it is not."""
+        return None if self._routers is None else self._routers.shape
+
+    def routed_experts(self, *, num_rows: int) -> Integer[np.ndarray, "rows length layers top_k"] | None:
+        """Return where the last forward has sent each of its tokens, padding included; None where that is not recorded."""
+        return None if self._routers is None else of_rows(self._routers.latest(), num_rows)
 
     def prefill(
         self, input_ids: Int[Tensor, "prompts length"], last: Int[Tensor, " prompts"], sequences: Sequence[MediaSequence] = ()

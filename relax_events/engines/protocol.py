@@ -39,6 +39,8 @@ class SampleRequest:
         top_tokens: Their most probable tokens, where the request asks for some.
         loss_mask: 1 where the policy chose the token, of an attempt that an environment has answered; None where it chose all.
         turns: What was said in that attempt so far, the answer at hand not among it.
+        routed_experts: Which experts the first tokens of prompt and completion went through, as far as earlier attempts have told; they stay
+            as they are, and the engine tells of the others. None for none.
     """
 
     sample_id: str
@@ -49,6 +51,7 @@ class SampleRequest:
     top_tokens: NDArray[np.int32] | None = None
     loss_mask: NDArray[np.uint8] | None = None
     turns: tuple[ChatMessage, ...] = ()
+    routed_experts: NDArray[np.generic] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +116,8 @@ class GeneratedSample:
             top-p left out; None where none are wanted, or the engine can't tell. Of tokens that the policy chose alone.
         loss_mask: 1 where the policy chose the token; None where it chose all.
         turns: The answers and what an environment said to them, ending with an answer; none where the run has no environment.
+        routed_experts: Which experts the tokens of prompt and completion went through when they were first read, where the engine was opened with
+            `model.routing_replay`: of all but the last, fewer where the sample was aborted. See `events.routed_experts`.
     """
 
     sample_id: str
@@ -125,6 +130,7 @@ class GeneratedSample:
     top_tokens: NDArray[np.int32] | None = None
     loss_mask: NDArray[np.uint8] | None = None
     turns: tuple[ChatMessage, ...] = ()
+    routed_experts: NDArray[np.generic] | None = None
 
     @property
     def num_chosen(self) -> int:

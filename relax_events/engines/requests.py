@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from relax_events.engines.protocol import GenerationRequest, SampleRequest
 from relax_events.engines.rows import Sample
 from relax_events.errors import PoisonSample
+from relax_events.events.routed_experts import ExpertShape
 from relax_events.models.media_layout import MediaLayout
 
 
@@ -25,6 +26,11 @@ class ServedModel(Protocol):
     @property
     def layout(self) -> MediaLayout | None:
         """How media stand among the tokens; None where the engine shows the model text alone."""
+        ...
+
+    @property
+    def experts(self) -> ExpertShape | None:
+        """The experts whose choice is recorded; None where it is not."""
         ...
 
 
@@ -61,9 +67,21 @@ def admitted_samples(
     max_new_tokens = min(request.sampling.max_new_tokens, max_context_tokens - num_prompt_tokens)
     _check_ids(request.samples, taken, name)
     samples = [_sample(request, sample, first_order + index, max_new_tokens, vocab_size) for index, sample in enumerate(request.samples)]
-    for sample in samples:
+    for sample, given in zip(samples, request.samples, strict=True):
         sample.position_shift = shift
+        if model.experts is not None:
+            sample.experts = _known_experts(given, model.experts, num_read=len(sample.sequence) - 1)
     return samples
+
+
+def _known_experts(sample: SampleRequest, shape: ExpertShape, *, num_read: int) -> NDArray[np.generic]:
+    """Return which experts a sample's first tokens went through, as earlier attempts have told."""
+    if (known := sample.routed_experts) is None:
+        return shape.nothing()
+    if known.shape[1:] != (shape.num_layers, shape.top_k) or len(known) > num_read:
+        rule = f"at most {num_read} tokens, {shape.num_layers} layers and {shape.top_k} experts"
+        raise PoisonSample(f"sample {sample.sample_id}: the prefix's routed_experts must be of {rule}, got shape {known.shape}")
+    return shape.compact(known)
 
 
 def _media_shift(request: GenerationRequest, model: ServedModel, name: str) -> int:

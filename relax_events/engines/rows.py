@@ -12,6 +12,7 @@ from relax_events.config import SamplingConfig
 from relax_events.engines.protocol import GeneratedSample
 from relax_events.engines.sampling import RowSampling
 from relax_events.events.parts import FinishReason, VersionSegment
+from relax_events.events.routed_experts import ExpertShape
 from relax_events.models.media_inputs import ProcessedMedia
 
 NO_TOKEN = -1
@@ -36,6 +37,8 @@ class Sample:
     """Which of the prompt's tokens the policy did not choose."""
     top_tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))
     """The most probable ids at each of the tokens, where some are wanted."""
+    experts: NDArray[np.generic] = field(default_factory=lambda: np.zeros((0, 0, 0), np.uint8))
+    """Which experts the first tokens of the sequence went through, where that is recorded: [tokens, layers, top_k]."""
     media: tuple[ProcessedMedia, ...] = ()
     position_shift: int = 0
     """How far rotary positions behind the prompt are from places: a picture takes fewer positions than tokens."""
@@ -65,13 +68,14 @@ class Sample:
             finish_reason=reason,
             error=error,
             top_tokens=self.top_tokens if self.top_tokens.shape[1] else None,
+            routed_experts=self.experts if self.experts.shape[1] else None,
         )
 
 
 class RowTable:
     """Running samples in dense rows 0 to `num_rows`."""
 
-    def __init__(self, *, max_rows: int, max_tokens: int) -> None:
+    def __init__(self, *, max_rows: int, max_tokens: int, experts: ExpertShape | None = None) -> None:
         self.samples: list[Sample] = []
         self.next_tokens = np.zeros(max_rows, np.int64)
         """The newest token of each row, which the next step reads."""
@@ -89,6 +93,9 @@ class RowTable:
         self._tokens = np.zeros((max_rows, max_tokens), np.int32)
         self._logprobs = np.zeros((max_rows, max_tokens), np.float32)
         self._top_tokens = np.zeros((max_rows, max_tokens, 0), np.int32)
+        none = np.zeros((0, 0, 0), np.uint8) if experts is None else experts.nothing()
+        self._experts = np.zeros((max_rows, max_tokens, *none.shape[1:]), none.dtype)
+        """Of the token that was read when the one at this place was drawn."""
 
     @property
     def num_rows(self) -> int:
@@ -122,13 +129,29 @@ class RowTable:
         self.samples.append(sample)
 
     def record(
-        self, rows: slice, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], top_tokens: NDArray[np.int32] | None = None
+        self,
+        rows: slice,
+        tokens: NDArray[np.int64],
+        logprobs: NDArray[np.float32],
+        *,
+        top_tokens: NDArray[np.int32] | None = None,
+        experts: NDArray[np.generic] | None = None,
     ) -> NDArray[np.int64]:
-        """Append a token to each of the rows, with the `num_top_tokens` most probable ones; give the rows that ended by it, ascending."""
+        """Append a token to each of the rows; give the rows that ended by it, ascending.
+
+        Args:
+            rows: That were decoded.
+            tokens: Drawn in each.
+            logprobs: Of these.
+            top_tokens: The `num_top_tokens` most probable ones.
+            experts: Which the token went through that each row read.
+        """
         index, counts = np.arange(rows.start, rows.stop), self._counts[rows]
         self._tokens[index, counts], self._logprobs[index, counts] = tokens, logprobs
         if top_tokens is not None:
             self._top_tokens[index, counts] = top_tokens
+        if experts is not None:
+            self._experts[index, counts] = experts
         self._counts[rows] += 1
         self.positions[rows] += 1
         self.next_tokens[rows] = tokens
@@ -168,12 +191,13 @@ class RowTable:
             logprobs=self._logprobs[row, :count].copy(),
             top_tokens=self._top_tokens[row, :count, : sample.top_tokens.shape[1]].copy(),
             segments=joined_segments(sample.segments, _runs(sample.marks, count)),
+            experts=np.concatenate([sample.experts, self._experts[row, sample.marks[0][0] : count]]),
         )
 
     def _arrays(self) -> tuple[NDArray[np.generic], ...]:
         places = (self.next_tokens, self.positions, self.position_shifts)
         scalars = (self._seeds, self._counts, self._limits, self._temperatures, self._top_ps, self._top_ks)
-        return (*places, *scalars, self._stops, self._tokens, self._logprobs, self._top_tokens)
+        return (*places, *scalars, self._stops, self._tokens, self._logprobs, self._top_tokens, self._experts)
 
     def _widen_stops(self, num_stops: int) -> None:
         if (missing := num_stops - self._stops.shape[1]) > 0:

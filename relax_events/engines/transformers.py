@@ -69,7 +69,7 @@ class TransformersEngine:
         self._model = CausalModel(model_path, config=model)
         max_rows, max_tokens = _rounded(config.max_running_samples, self._model.row_block), _rounded(config.max_context_tokens, TOKEN_BLOCK)
         self._cache = RowCache(max_rows=max_rows, max_tokens=max_tokens)
-        self._table = RowTable(max_rows=max_rows, max_tokens=config.max_context_tokens)
+        self._table = RowTable(max_rows=max_rows, max_tokens=config.max_context_tokens, experts=self._model.experts)
         self._rule = measure_invariance(self._model, max_rows=max_rows)
         self._row_block = self._model.row_block
         self._prompt_block = TOKEN_BLOCK if self._model.pads_prompts else 1
@@ -250,15 +250,18 @@ class TransformersEngine:
         brings_media = any(samples[0].media for samples in sharers)
         sequences = [_media_sequence(samples[0], row * ids.shape[1]) for row, samples in enumerate(sharers)] if brings_media else []
         logits, prompts = self._model.prefill(self._tensor(ids), self._tensor(lengths - 1), sequences)
+        experts = self._model.routed_experts(num_rows=len(arrays))
         first = self._table.num_rows
-        for samples in sharers:
+        for row, samples in enumerate(sharers):
             self._note_prefill(samples)
             for sample in samples:
+                if experts is not None:  # what an earlier attempt has told of a token stays
+                    sample.experts = np.concatenate([sample.experts, experts[row, len(sample.experts) : lengths[row] - 1]])
                 self._table.join(sample, policy_version=self.policy_version)
         rows = slice(first, self._table.num_rows)
         sources = np.repeat(np.arange(len(sharers)), [len(samples) for samples in sharers])
         self._cache.fill(range(rows.start, rows.stop), prompts, sources=sources.tolist(), num_tokens=int(lengths.max()))
-        self._record(rows, logits[self._tensor(sources)])
+        self._record(rows, logits[self._tensor(sources)], None if experts is None else experts[sources, lengths[sources] - 1])
 
     def _note_prefill(self, sharers: Sharers) -> None:
         num_tokens = len(sharers[0].sequence)
@@ -273,15 +276,23 @@ class TransformersEngine:
         num_tokens = _rounded(int(table.positions[:num_rows].max()) + 1, TOKEN_BLOCK)
         tokens, positions, shifts = (self._tensor(values[:padded]) for values in (table.next_tokens, table.positions, table.position_shifts))
         logits = self._model.decode(tokens, positions, self._cache, num_tokens=num_tokens, shifts=shifts)
-        self._record(slice(0, num_rows), logits[:num_rows])
+        experts = self._model.routed_experts(num_rows=padded)
+        self._record(slice(0, num_rows), logits[:num_rows], None if experts is None else experts[:num_rows, 0])
 
-    def _record(self, rows: slice, logits: Tensor) -> None:
-        """Draw a token for each of the rows, and hand out what ended."""
+    def _record(self, rows: slice, logits: Tensor, experts: np.ndarray | None) -> None:
+        """Draw a token for each of the rows, and hand out what ended.
+
+        Args:
+            rows: That were read.
+            logits: After the last token of each.
+            experts: Which that token went through.
+        """
         seeds, counts, sampling = self._table.draws(rows)
         tokens, logprobs = draw(logits, uniforms(seeds, counts), sampling=sampling)
         self.num_tokens += len(tokens)
         num_top = self._table.num_top_tokens
-        ended = self._table.record(rows, tokens, logprobs, top_tokens(logits, num_tokens=num_top) if num_top else None)
+        top = top_tokens(logits, num_tokens=num_top) if num_top else None
+        ended = self._table.record(rows, tokens, logprobs, top_tokens=top, experts=experts)
         if broken := [row for row in ended.tolist() if not np.isfinite(logprobs[row - rows.start])]:
             self._cache.clear(broken)
         for sample in self._leave(ended.tolist()):

@@ -50,6 +50,8 @@ class Episode:
     logprobs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     segments: tuple[VersionSegment, ...] = ()
     top_tokens: NDArray[np.int32] | None = None
+    routed_experts: NDArray[np.generic] | None = None
+    """Of prompt and tokens, as far as the engine has read them."""
 
     @property
     def num_answers(self) -> int:
@@ -68,7 +70,7 @@ class Episode:
             self.request,
             prompt_tokens=np.concatenate([prompt, self.tokens]),
             chosen=np.concatenate([np.zeros(len(prompt), bool), self.loss_mask.astype(bool)]),
-            samples=(replace(sample, seed=turn_seed(self.seed, self.num_answers), loss_mask=None, turns=()),),
+            samples=(replace(sample, seed=turn_seed(self.seed, self.num_answers), loss_mask=None, turns=(), routed_experts=self.routed_experts),),
             sampling=self.request.sampling.model_copy(update={"max_new_tokens": self.num_left}),
             media=self.media,
         )
@@ -78,6 +80,7 @@ class Episode:
         self.tokens, self.logprobs = np.append(self.tokens, answer.tokens), np.append(self.logprobs, answer.logprobs)
         self.loss_mask = np.append(self.loss_mask, np.ones(len(answer.tokens), np.uint8))
         self.segments = joined_segments(self.segments, answer.segments)
+        self.routed_experts = answer.routed_experts
         if answer.top_tokens is not None:
             self.top_tokens = answer.top_tokens if self.top_tokens is None else np.concatenate([self.top_tokens, answer.top_tokens])
 
@@ -101,6 +104,7 @@ class Episode:
             top_tokens=self.top_tokens,
             loss_mask=self.loss_mask,
             turns=tuple(self.turns),
+            routed_experts=self.routed_experts,
         )
 
 
@@ -217,7 +221,7 @@ class Episodes:
 
     def _begun(self, request: GenerationRequest, task: Task, sample: SampleRequest) -> Episode:
         """Return a sample as it comes: at its first answer, or behind the last reply of an earlier attempt."""
-        episode = Episode(request, task, sample.sample_id, sample.seed, request.media)
+        episode = Episode(request, task, sample.sample_id, sample.seed, request.media, routed_experts=sample.routed_experts)
         if sample.turns:
             if sample.loss_mask is None or len(sample.loss_mask) != len(sample.tokens):
                 raise PoisonSample(f"sample {sample.sample_id}: a prefix with turns needs a loss mask as long as its {len(sample.tokens)} tokens")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,18 +40,22 @@ def check_in(event: EventT, store: ObjectStore, *, inline_max_bytes: int) -> Eve
     return _replaced(event, stored)
 
 
-def check_out(event: EventT, store: ObjectStore) -> EventT:
+def check_out(event: EventT, store: ObjectStore, *, leave: Collection[str] = ()) -> EventT:
     """Fetch the stored arrays of an event and return the event with read-only views on them.
 
     An event without stored arrays is returned as it is, the same object.
 
+    Args:
+        event: A dataclass.
+        store: Has the arrays.
+        leave: Fields whose arrays stay where they are; they may be passed on so.
     Raises:
         ObjectError: An object is missing, was altered, or is not of the promised dtype and shape; the text names it.
     """
     fetched = {}
     for name in _field_names(type(event)):
         value = getattr(event, name)
-        if isinstance(value, StoredArray):
+        if isinstance(value, StoredArray) and name not in leave:
             fetched[name] = fetch_array(value, store)
     return _replaced(event, fetched)
 

@@ -7,6 +7,7 @@ import numpy as np
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import CorruptRecord, PoisonSample
 from relax_events.events.parts import Array, StoredArray
+from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import Event, PromptGroupIssued, SampleReady, SampleRolledOut
 from relax_events.policy import IssuedGroup
 
@@ -45,6 +46,7 @@ def check_sample(event: Event) -> SampleRolledOut:
         raise PoisonSample(f"expected SampleRolledOut, got {type(event).__name__}")
     _check_arrays(event, ("loss_mask", "rollout_logprobs"))
     _check_token_sets(event, ("topk_ids",))
+    _check_routed_experts(event)
     return event
 
 
@@ -54,18 +56,20 @@ def check_ready(event: Event) -> SampleReady:
         raise PoisonSample(f"expected SampleReady, got {type(event).__name__}")
     _check_arrays(event, ("loss_mask", "rollout_logprobs", "advantages", "actor_logprobs", "ref_logprobs", "values", "teacher_logprobs"))
     _check_token_sets(event, ("topk_ids", "topk_teacher_logprobs"))
+    _check_routed_experts(event)
     if not np.isfinite(event.reward):
         raise PoisonSample(f"sample {event.sample_id}: reward must be finite, got {event.reward}")
     return event
 
 
-def check_trainable(sample: SampleReady, *, algorithm: AlgorithmConfig, vocab_size: int) -> SampleReady:
+def check_trainable(sample: SampleReady, *, algorithm: AlgorithmConfig, vocab_size: int, experts: ExpertShape | None = None) -> SampleReady:
     """Return a ready sample that an algorithm and a model can be trained on.
 
     Args:
         sample: As `check_ready` lets it through.
         algorithm: Says which log-probabilities it must carry.
         vocab_size: Bound of the token ids that the model takes.
+        experts: Of a model that replays the engine's routing.
     Raises:
         PoisonSample: It can't; the text says why.
     """
@@ -82,6 +86,8 @@ def check_trainable(sample: SampleReady, *, algorithm: AlgorithmConfig, vocab_si
             raise PoisonSample(f"sample {sample.sample_id}: the algorithm needs {name}, got none; was it made under another run file?")
     if (highest := int(np.asarray(sample.tokens).max())) >= vocab_size:
         raise PoisonSample(f"sample {sample.sample_id}: tokens must be below the vocabulary's {vocab_size}, got {highest}")
+    if experts is not None:
+        experts.checked(sample)
     return sample
 
 
@@ -132,6 +138,16 @@ def _check_token_sets(event: SampleRolledOut | SampleReady, fields: tuple[str, .
     if len({array.shape for array in given.values()}) > 1:
         shapes = " and ".join(str(array.shape) for array in given.values())
         raise PoisonSample(f"sample {event.sample_id}: {' and '.join(given)} must have one shape, got {shapes}")
+
+
+def _check_routed_experts(event: SampleRolledOut | SampleReady) -> None:
+    if (experts := event.routed_experts) is None:
+        return
+    rule, num_read = f"sample {event.sample_id}: routed_experts must be", event.tokens.shape[0] - 1
+    if len(experts.shape) != 3 or experts.shape[0] != num_read:
+        raise PoisonSample(f"{rule} [{num_read}, layers, top_k], a row for all tokens but the last, got shape {experts.shape}")
+    if np.dtype(experts.dtype).kind not in "iu":
+        raise PoisonSample(f"{rule} integers, got {experts.dtype}")
 
 
 def _check_array(array: Array | None, shape: tuple[int, ...], what: str) -> None:

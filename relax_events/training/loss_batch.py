@@ -13,6 +13,7 @@ from relax_events.algorithms.distillation import TokenSet
 from relax_events.algorithms.objective import ObjectiveInputs
 from relax_events.algorithms.step_statistics import Whitening
 from relax_events.config import AlgorithmConfig
+from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
 from relax_events.training.packing import PackedBatch, loss_values, pack, require_whole_groups
 from relax_events.training.policy_model import TokenLogprobs
@@ -34,7 +35,14 @@ class LossBatch:
 
     @classmethod
     def of(
-        cls, samples: Sequence[SampleReady], *, algorithm: AlgorithmConfig, vocab_size: int, share_rows: bool, sharing: PromptSharing | None = None
+        cls,
+        samples: Sequence[SampleReady],
+        *,
+        algorithm: AlgorithmConfig,
+        vocab_size: int,
+        share_rows: bool,
+        sharing: PromptSharing | None = None,
+        experts: ExpertShape | None = None,
     ) -> LossBatch:
         """Pack samples; see `pack` for the arguments.
 
@@ -43,7 +51,7 @@ class LossBatch:
         """
         if algorithm.needs_whole_groups:
             require_whole_groups(samples)
-        batch = pack(samples, vocab_size=vocab_size, share_rows=share_rows, sharing=sharing)
+        batch = pack(samples, vocab_size=vocab_size, share_rows=share_rows, sharing=sharing, experts=experts)
         values = {name: loss_values(samples, field) for name, field in _fields(algorithm).items()}
         sets = TokenSets.of(samples, num_ids=algorithm.distill_top_k, vocab_size=vocab_size) if algorithm.has_topk_loss else None
         return cls(batch, values, [sample.sample_id for sample in samples], sets)

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
-from jaxtyping import Float32, Int64
+from jaxtyping import Bool, Float32, Int64, Integer
 from numpy.typing import NDArray
 
 from relax_events.errors import PoisonSample
+from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
 from relax_events.models.media_inputs import MediaInputs
-from relax_events.training.row_layout import PromptSharing, choose_layout, lay_apart, lay_branched, offsets_in
+from relax_events.training.row_layout import PromptSharing, RowLayout, choose_layout, lay_apart, lay_branched, offsets_in
 from relax_events.training.token_sequence import TokenSequence, plain
 
 
@@ -40,6 +41,16 @@ class PackedBatch:
     """Where prompts are shared: 0 in a prompt, and a number for each completion behind it."""
     media: MediaInputs | None = None
     """Where samples bring media: what stands in for placeholders, and rotary positions."""
+    experts: GivenExperts | None = None
+    """Where the engine's routing is replayed: the experts that it sent each token through."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenExperts:
+    """A choice of experts for each cell; none for padding and for the last token of a sample, which the engine never read."""
+
+    chosen: Integer[np.ndarray, "cells layers top_k"]
+    is_given: Bool[np.ndarray, " cells"]
 
 
 def pack_order(lengths: Sequence[int], *, max_tokens: int) -> list[slice]:
@@ -114,7 +125,13 @@ def require_whole_groups(samples: Sequence[SampleReady]) -> None:
 
 
 def pack(
-    samples: Sequence[TokenSequence], *, vocab_size: int, share_rows: bool = True, row_multiple: int = 1, sharing: PromptSharing | None = None
+    samples: Sequence[TokenSequence],
+    *,
+    vocab_size: int,
+    share_rows: bool = True,
+    row_multiple: int = 1,
+    sharing: PromptSharing | None = None,
+    experts: ExpertShape | None = None,
 ) -> PackedBatch:
     """Lay samples into rows, positions starting at 0 for each sample.
 
@@ -128,32 +145,26 @@ def pack(
         share_rows: Whether several samples may stand in one row; for models that can't keep them apart, False.
         row_multiple: Rows are padded to a multiple of so many tokens.
         sharing: Compute a prompt once for the samples of its group that come one after the other, where that is cheaper.
+        experts: Of a model that replays the engine's routing; None where it routes by itself.
     Returns:
         The arrays of the micro-batch; loss tokens are in the order of the samples.
     Raises:
-        PoisonSample: A sample is empty, has ids outside the vocabulary, arrays of unequal length, a loss token with nothing before it, or a
-            temperature that is not positive; the text names it.
+        PoisonSample: A sample is empty, has ids outside the vocabulary, arrays of unequal length, a loss token with nothing before it, a
+            temperature that is not positive, or no fit routing where that is replayed; the text names it.
     """
     lengths = np.array([_checked_length(sample) for sample in samples])
-    tokens = np.concatenate([plain(sample, "tokens") for sample in samples]).astype(np.int64)
+    tokens = _checked_tokens(samples, lengths, vocab_size=vocab_size)
     mask = np.concatenate([plain(sample, "loss_mask") for sample in samples]).astype(bool)
-    first = np.cumsum(lengths) - lengths
-    if (outside := (tokens < 0) | (tokens >= vocab_size)).any():
-        at = int(np.argmax(outside))
-        sample = samples[int(np.searchsorted(first, at, side="right")) - 1]
-        raise PoisonSample(
-            f"sample {sample.sample_id}: token id {tokens[at]} is outside the vocabulary of {vocab_size}; was it made with another tokenizer?"
-        )
     layout = lay_apart(lengths, share_rows=share_rows, row_multiple=row_multiple)
     if sharing is not None:
-        layout = choose_layout(layout, lay_branched(samples, lengths), sharing)
+        layout = choose_layout(layout, lay_branched(samples, lengths, same_routing=experts is not None), sharing)
     shape = layout.num_rows, layout.row_length
     input_ids = np.zeros(layout.num_rows * layout.row_length, np.int64)
     input_ids[layout.places] = tokens
     # The rest of a row counts on from the row's start: behind a lone sample it is more of the same, which causal attention never looks at.
     position_ids = np.tile(np.arange(layout.row_length), layout.num_rows)
     position_ids[layout.places] = offsets_in(lengths)
-    num_loss_tokens = np.add.reduceat(mask.astype(np.int64), first)
+    num_loss_tokens = np.add.reduceat(mask.astype(np.int64), np.cumsum(lengths) - lengths)
     temperatures = np.array([sample.temperature for sample in samples], np.float32)
     return PackedBatch(
         input_ids=input_ids.reshape(shape),
@@ -166,7 +177,32 @@ def pack(
         places=layout.places,
         units=None if layout.units is None else layout.units.reshape(shape),
         branches=None if layout.branches is None else layout.branches.reshape(shape),
+        experts=None if experts is None else _given_experts(samples, lengths, layout, experts),
     )
+
+
+def _checked_tokens(samples: Sequence[TokenSequence], lengths: NDArray[np.int64], *, vocab_size: int) -> NDArray[np.int64]:
+    """Return the tokens of samples laid end to end."""
+    tokens = np.concatenate([plain(sample, "tokens") for sample in samples]).astype(np.int64)
+    if (outside := (tokens < 0) | (tokens >= vocab_size)).any():
+        at = int(np.argmax(outside))
+        sample = samples[int(np.searchsorted(np.cumsum(lengths), at, side="right"))]
+        raise PoisonSample(
+            f"sample {sample.sample_id}: token id {tokens[at]} is outside the vocabulary of {vocab_size}; was it made with another tokenizer?"
+        )
+    return tokens
+
+
+def _given_experts(samples: Sequence[TokenSequence], lengths: NDArray[np.int64], layout: RowLayout, shape: ExpertShape) -> GivenExperts:
+    num_cells = layout.num_rows * layout.row_length
+    chosen, is_given = np.zeros((num_cells, shape.num_layers, shape.top_k), shape.dtype), np.zeros(num_cells, bool)
+    is_read = np.ones(len(layout.places), bool)
+    is_read[np.cumsum(lengths) - 1] = False
+    cells = layout.places[is_read]
+    chosen[cells] = np.concatenate([shape.checked(sample) for sample in samples])
+    is_given[cells] = True
+    return GivenExperts(chosen, is_given)
+
 
 
 def _checked_length(sample: TokenSequence) -> int:

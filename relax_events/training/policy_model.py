@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from relax_events.config import ModelConfig
 from relax_events.errors import ConfigError
+from relax_events.events.routed_experts import ExpertShape
 from relax_events.models.causal_lm import attention_kinds, load_causal_lm, replace_weights
 from relax_events.models.families import family_of
 from relax_events.models.media_inputs import MediaInputs
-from relax_events.training.packing import PackedBatch
+from relax_events.models.routers import Routers
+from relax_events.training.packing import GivenExperts, PackedBatch
 from relax_events.training.row_layout import PromptSharing
 
 HEAD_ROWS = 8  # below eight rows the CPU's matrix product sums in another order, and a token's bits would depend on its company
@@ -66,7 +69,8 @@ class PolicyModel:
             dtype: Of the weights, for proofs in float64.
             media_apart: Let each piece of media be looked at by itself, for the same bits whatever it stands beside.
         Raises:
-            ConfigError: The folder is missing or holds no causal language model, or its logits are more than a linear head.
+            ConfigError: The folder is missing or holds no causal language model, its logits are more than a linear head, or its routing can't be
+                replayed where it is to be.
         """
         self.device = device
         self.dtype = dtype or getattr(torch, config.dtype)
@@ -75,9 +79,15 @@ class PolicyModel:
         self.module = load_causal_lm(path, attention=config.attention, dtype=self.dtype, device=device, loader=self.family.loader)
         self.vocab_size = len(self.module.get_input_embeddings().get_parameter("weight"))
         self._head: nn.Module = self.module.get_output_embeddings()
+        self._routers = self._replaying_routers(path) if config.replays_routing else None
         self._require_linear_head(path)
         self.shares_rows = self._keeps_neighbours_apart()
         self.prompt_sharing = PromptSharing(self._cell_cost()) if self._keeps_branches_apart() else None
+
+    @property
+    def experts(self) -> ExpertShape | None:
+        """The experts that samples must say their tokens went through; None where the model routes by itself."""
+        return None if self._routers is None else self._routers.shape
 
     def token_logprobs(
         self, batch: PackedBatch, *, entropy_gradient: bool = False, ids: NDArray[np.int64] | None = None, num_best: int = 0
@@ -87,7 +97,7 @@ class PolicyModel:
         Only the hidden states that predict a loss token go through the head, so prompts cost no logits.
 
         Args:
-            batch: From `packing.pack`, with this model's `vocab_size`, `shares_rows` and at most its `prompt_sharing`.
+            batch: From `packing.pack`, with this model's `vocab_size`, `experts`, `shares_rows` and at most its `prompt_sharing`.
             entropy_gradient: Let the entropies carry a gradient.
             ids: Token ids whose log-probabilities are wanted too, [loss_tokens, ids]; with a gradient.
             num_best: In place of `ids`, take so many of the most probable ones.
@@ -97,7 +107,8 @@ class PolicyModel:
             for array in (batch.input_ids, batch.position_ids, batch.loss_positions, batch.targets, batch.temperatures)
         )
         sight = self._sight(batch.units, batch.branches)
-        hidden = self._hidden(input_ids, position_ids, sight, batch.media).flatten(0, 1).index_select(0, positions)
+        with self._routed(batch.experts):
+            hidden = self._hidden(input_ids, position_ids, sight, batch.media).flatten(0, 1).index_select(0, positions)
         wanted = torch.from_numpy(np.zeros((len(batch.targets), 0), np.int64) if ids is None else ids).to(self.device)
         chunk = max(1, MAX_LOGITS_ELEMENTS // self.vocab_size)
         if len(targets) <= chunk:
@@ -112,6 +123,14 @@ class PolicyModel:
             checkpoint(self._head_logprobs, *piece, entropy_gradient, num_best, use_reentrant=False, preserve_rng_state=False) for piece in pieces
         ]
         return TokenLogprobs(*(torch.cat(values) for values in zip(*parts, strict=True)))
+
+    def _routed(self, experts: GivenExperts | None) -> AbstractContextManager[None]:
+        return nullcontext() if self._routers is None or experts is None else self._routers.given(experts.chosen, experts.is_given)
+
+    def _replaying_routers(self, path: Path) -> Routers:
+        routers = Routers(self.family.language(self.module), path=path)
+        routers.require_known_rule(lambda: self._hidden(*probe([0, 1, 2, 3, 4], vocab_size=self.vocab_size, device=self.device)))
+        return routers
 
     def _hidden(
         self,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from relax_events.config import RunConfig
+    from relax_events.events.routed_experts import ExpertShape
     from relax_events.weights.manifest import Weights
 
 
@@ -189,6 +190,10 @@ class TrainerBackend(Protocol):
     @property
     def vocab_size(self) -> int:
         """Bound of the token ids that the model takes."""
+
+    @property
+    def experts(self) -> ExpertShape | None:
+        """The experts whose choice it takes from the samples (`model.routing_replay`); None where it routes by itself."""
 
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Run forward and backward on a micro-batch, adding unnormalised gradients and figures to the step's.

@@ -72,14 +72,16 @@ def lay_apart(lengths: NDArray[np.int64], *, share_rows: bool, row_multiple: int
     return RowLayout(offsets_in(lengths) + np.repeat(cells, lengths), num_rows, row_length)
 
 
-def lay_branched(samples: Sequence[TokenSequence], lengths: NDArray[np.int64]) -> RowLayout | None:
+def lay_branched(samples: Sequence[TokenSequence], lengths: NDArray[np.int64], *, same_routing: bool = False) -> RowLayout | None:
     """Lay samples that come one after the other and have one prompt behind that prompt; None where no two have.
 
     Args:
         samples: At least one.
         lengths: Tokens of each.
+        same_routing: Whether a prompt is one only where the engine sent it through the same experts: a sample that went on under other weights
+            may have another routing of its prompt than its neighbour.
     """
-    units = np.array([len(list(alike)) for alike in _alike(samples)], np.int64)
+    units = np.array([len(list(alike)) for alike in _alike(samples, same_routing=same_routing)], np.int64)
     if len(units) == len(samples):
         return None
     unit_of = np.repeat(np.arange(len(units)), units)
@@ -107,9 +109,11 @@ def choose_layout(apart: RowLayout, branched: RowLayout | None, sharing: PromptS
     return branched
 
 
-def _alike(samples: Sequence[TokenSequence]) -> Iterator[Iterator[TokenSequence]]:
-    def prompt(sample: TokenSequence) -> tuple[str, bytes]:
-        return sample.prompt_group_id, plain(sample, "tokens")[: sample.num_prompt_tokens].tobytes()
+def _alike(samples: Sequence[TokenSequence], *, same_routing: bool) -> Iterator[Iterator[TokenSequence]]:
+    def prompt(sample: TokenSequence) -> tuple[str, bytes, bytes]:
+        end = sample.num_prompt_tokens
+        routing = plain(sample, "routed_experts")[:end].tobytes() if same_routing and sample.routed_experts is not None else b""
+        return sample.prompt_group_id, plain(sample, "tokens")[:end].tobytes(), routing
 
     return (alike for _, alike in groupby(samples, key=prompt))
 

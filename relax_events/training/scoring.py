@@ -15,6 +15,7 @@ from torch import Tensor
 
 from relax_events.config import ModelConfig
 from relax_events.engines.experts import use_padded_experts
+from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleRolledOut
 from relax_events.media.library import MediaLibrary
 from relax_events.models.causal_lm import choose_device
@@ -47,7 +48,7 @@ class LogprobScorer:
 
         Args:
             model_path: A folder in Hugging Face layout; the reference's may differ from `model.path`.
-            model: Dtype, device and attention.
+            model: Dtype, device and attention, and whether the engine's routing is replayed.
             threads: CPU threads; 0 leaves the choice to torch.
             max_tokens: Budget of one packed forward.
             library: Has the media of samples; None where they are of text alone.
@@ -90,7 +91,7 @@ class LogprobScorer:
         return [scores[index] for index in range(len(samples))]
 
     def _score_rows(self, samples: Sequence[TokenSequence], ids: Sequence[NDArray[np.int64]], *, num_best: int) -> list[SampleScores]:
-        batch = pack_apart(samples, vocab_size=self._model.vocab_size)
+        batch = pack_apart(samples, vocab_size=self._model.vocab_size, experts=self._model.experts)
         if self._media is not None:
             batch = self._media.added(batch, samples)
         wanted = None if ids[0] is NO_IDS else np.concatenate(ids)
@@ -146,9 +147,9 @@ def alike(samples: Sequence[TokenSequence], *, max_tokens: int) -> Iterator[list
         yield from (indices[part] for part in pack_order([length] * len(indices), max_tokens=max_tokens))
 
 
-def pack_apart(samples: Sequence[TokenSequence], *, vocab_size: int) -> PackedBatch:
+def pack_apart(samples: Sequence[TokenSequence], *, vocab_size: int, experts: ExpertShape | None = None) -> PackedBatch:
     """Pack samples of one padded length, each into a row of its own."""
-    return pack(samples, vocab_size=vocab_size, share_rows=False, row_multiple=ROW_TOKENS)
+    return pack(samples, vocab_size=vocab_size, share_rows=False, row_multiple=ROW_TOKENS, experts=experts)
 
 
 def unpacked(values: Tensor, samples: Sequence[TokenSequence], batch: PackedBatch) -> list[NDArray[np.float32]]:

@@ -35,6 +35,10 @@ class TokenSequence(Protocol):
         """1 where the policy chose the token."""
 
     @property
+    def routed_experts(self) -> Array | None:
+        """Which experts the tokens went through, all but the last; see `events.routed_experts`."""
+
+    @property
     def temperature(self) -> float:
         """Divides the logits."""
 

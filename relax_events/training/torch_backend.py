@@ -14,6 +14,7 @@ from torch import Tensor
 from relax_events.algorithms.objective import Objective
 from relax_events.config import RunConfig, TrainerConfig
 from relax_events.errors import RunFailed, StepNotFinite
+from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
 from relax_events.models.causal_lm import choose_device
@@ -60,11 +61,18 @@ class TorchBackend:
         """Bound of the token ids that the model takes."""
         return self._model.vocab_size
 
+    @property
+    def experts(self) -> ExpertShape | None:
+        """The experts whose choice it takes from the samples; None where it routes by itself."""
+        return self._model.experts
+
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Run forward and backward on a micro-batch; see `TrainerBackend`. Where the algorithm needs the whole step, that waits for `step`."""
         algorithm, model = self._config.algorithm, self._model
         sharing = model.prompt_sharing if self._config.trainer.share_prompts else None
-        loss_batch = LossBatch.of(micro_batch, algorithm=algorithm, vocab_size=model.vocab_size, share_rows=model.shares_rows, sharing=sharing)
+        loss_batch = LossBatch.of(
+            micro_batch, algorithm=algorithm, vocab_size=model.vocab_size, share_rows=model.shares_rows, sharing=sharing, experts=model.experts
+        )
         if not len(loss_batch.batch.targets):
             return
         loss_batch = replace(loss_batch, batch=self._media.added(loss_batch.batch, micro_batch))

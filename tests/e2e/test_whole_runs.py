@@ -13,6 +13,7 @@ from command_line import Relax, log_of, report_of, write_rows
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import LogReader
 from relax_events.events.codec import EventCodec
+from relax_events.events.parts import StoredArray
 from relax_events.events.types import SampleRolledOut
 
 pytestmark = pytest.mark.timeout(300)
@@ -158,3 +159,21 @@ def test_word_problems_go_through_the_same_pipe(
     for distance in ("kl_estimate", "distill_loss", "teacher_kl"):
         assert report["curves"][distance][0] == pytest.approx(0, abs=1e-6)
     assert {np.asarray(sample.topk_ids).shape for sample in samples} == {(int(np.asarray(sample.loss_mask).sum()), 8) for sample in samples}
+
+
+@pytest.mark.long
+def test_experts_of_the_engine_are_those_of_the_trainer(relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, tmp_path: Path) -> None:
+    own = ("model.routing_replay=rollout", f"model.path={tmp_path / 'model'}", "model.tiny.family=qwen3_moe", "model.tiny.corpus_rows=8")
+    steps = ("run.num_steps=6", "algorithm.old_logprobs=actor", "objects.inline_max_bytes=64", "trainer.learning_rate=1e-3")
+    sync = run_to_goal(relax, run_file, bootstrap_servers, *own, *steps, f"run.id={run_id}-sync", "run.mode=sync", "run.max_staleness=0")
+    assert max(sync["curves"]["mismatch_max_abs"]) < 1e-4
+    ahead = ("run.mode=async", "run.max_staleness=2", "run.on_new_version=restart")
+    late = run_to_goal(relax, run_file, bootstrap_servers, *own, *steps, f"run.id={run_id}-async", *ahead)
+    assert late["staleness_max"] >= 1
+    for name, num_slots in (("sync", 2), ("async", 4)):
+        samples = rolled_out(bootstrap_servers, f"{run_id}-{name}", num_partitions=2 * num_slots)
+        assert len(samples) >= 6 * 16
+        experts = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
+        assert [array.shape for array in experts] == [(len(sample.tokens) - 1, 2, 2) for sample in samples]
+        assert {np.dtype(array.dtype) for array in experts} == {np.dtype(np.uint8)}
+        assert any(isinstance(array, StoredArray) for array in experts)

@@ -1,12 +1,14 @@
-"""Addresses at which there is no server, but something else."""
+"""Addresses at which there is no server, but something else, or one that does not do what is wanted."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Literal
 
 import pytest
 from engine_requests import tiny_model
@@ -26,38 +28,55 @@ class RouterLike(BaseHTTPRequestHandler):
         pass
 
 
-class WithoutPlugin(BaseHTTPRequestHandler):
-    """Answers as SGLang does where relax-events is not installed."""
+class ServerLike(RouterLike):
+    """Answers as a server does that was started without `--enable-return-routed-experts`, where relax-events is not installed."""
 
     def do_GET(self) -> None:
+        info = {"version": "0.5.23", "incremental_streaming_output": True, "enable_return_routed_experts": False, "internal_states": [{}]}
+        body = json.dumps(info).encode() if self.path == "/server_info" else b""
         self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(b'{"version": "0.5.23", "incremental_streaming_output": true, "internal_states": [{}]}')
-
-    def log_message(self, *_: object) -> None:
-        pass
+        self.wfile.write(body)
 
 
 @contextmanager
-def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Give the address at which a handler answers."""
+def answering(handler: type[RouterLike]) -> Iterator[str]:
+    """Give the address of something that answers."""
     with HTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def attach(url: str, *, family: str = "qwen3", routing_replay: Literal["none", "rollout"] = "none") -> SGLangEngine:
+    path = tiny_model(family)
+    return SGLangEngine(path, config=EngineConfig(sglang=SGLangConfig(urls=(url,))), model=ModelConfig(path=path, routing_replay=routing_replay))
+
+
+NO_EXPERTS = r"does not tell which experts tokens go through, .*; start it with --enable-return-routed-experts"
 
 
 @pytest.mark.parametrize(
-    ("handler", "family", "text"),
+    ("handler", "family", "routing_replay", "text"),
     [
-        (RouterLike, "qwen3", r"is no SGLang server that we know, it has no /ready; name servers of SGLang 0\.5\.23 in"),
-        (WithoutPlugin, "qwen3_vl", r"the model reads media, and the SGLang server at .* takes none in the form relax-events\.media\.1; install"),
+        (RouterLike, "qwen3", "none", r"is no SGLang server that we know, it has no /ready; name servers of SGLang 0\.5\.23 in"),
+        (ServerLike, "qwen3_vl", "none", r"the model reads media, and .* takes none in the form relax-events\.media\.1; install"),
+        (ServerLike, "qwen3_moe", "rollout", NO_EXPERTS),
     ],
-    ids=["router", "without the plugin"],
+    ids=["router", "without the plugin", "without experts"],
 )
-def test_what_can_not_be_used_is_refused_at_once(handler: type[BaseHTTPRequestHandler], family: str, text: str) -> None:
-    path = tiny_model(family)
-    with served(handler) as url, pytest.raises(ConfigError, match=text):
-        SGLangEngine(path, config=EngineConfig(sglang=SGLangConfig(urls=(url,))), model=ModelConfig(path=path))
+def test_what_can_not_be_used_is_refused_at_once(
+    handler: type[RouterLike], family: str, routing_replay: Literal["none", "rollout"], text: str
+) -> None:
+    with answering(handler) as url, pytest.raises(ConfigError, match=text):
+        attach(url, family=family, routing_replay=routing_replay)
+
+
+def test_model_without_experts_is_refused_before_any_server_is_asked() -> None:
+    with pytest.raises(ConfigError, match=r"replays the experts of a mixture that engine 'sglang' knows, and the model in .* has none; set model"):
+        attach("http://127.0.0.1:9", routing_replay="rollout")

@@ -125,6 +125,7 @@ class HashingBackend:
     """A trainer backend whose weights tell which samples were trained in which order."""
 
     vocab_size = 100
+    experts = None
 
     def __init__(self) -> None:
         self.policy_version, self._digest = 0, 0

@@ -80,6 +80,7 @@ def test_replay_learns_from_what_was_recorded(recorded: dict[str, Any], wanted: 
         (SFT | {"engine": {"sampling": {"temperature": 0.5}}}, "engine.sampling.temperature = 0.5 has no use: algorithm sft draws no samples"),
         (DPO | {"engine": {"sampling": {"top_p": 0.5}}}, "engine.sampling.top_p = 0.5 has no use"),
         (SFT | {"engine": {"sampling": {"top_k": 1}}}, "engine.sampling.top_k = 1 has no use"),
+        (SFT | {"model": {"path": "m", "routing_replay": "rollout"}}, "'rollout' replays .*, and algorithm sft draws no samples"),
         (GRPO | {"data": {"source": "jsonl:x", "max_sample_tokens": 9}}, "data.max_sample_tokens = 9 measures answers that the data bring"),
         (GRPO | {"engine": {"name": "dataset"}}, "engine.name = 'dataset' generates nothing, and algorithm grpo learns"),
         (SFT | {"engine": {"name": "dataset"}, "evaluation": {"datasets": [HELD_OUT]}}, "'dataset' generates nothing, and evaluation needs"),

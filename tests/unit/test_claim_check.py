@@ -83,3 +83,11 @@ def test_check_out_names_dtype_and_shape_when_the_bytes_do_not_fit(store: Object
     reference = store.put(bytes(8))
     with pytest.raises(ObjectError, match="holds 8 bytes, which is no array of "):
         check_out(TwoArrays("x", np.arange(2), StoredArray(dtype, shape, reference)), store)
+
+
+def test_check_out_leaves_what_a_role_only_passes_on(store: ObjectStore) -> None:
+    stored = check_in(two_arrays(np.arange(100)), store, inline_max_bytes=1)
+    event = check_out(stored, store, leave=("large",))
+    assert event.large is stored.large
+    assert isinstance(event.small, np.ndarray)
+    assert check_in(event, store, inline_max_bytes=1).large is stored.large

@@ -47,25 +47,28 @@ SETTINGS: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0}
 
 
 @cache
-def engine_of(path: Path, media: MediaConfig) -> TransformersEngine:
+def engine_of(path: Path, media: MediaConfig, *, records_experts: bool) -> TransformersEngine:
     """Open an engine once in a test process, with weights that it took after its start."""
-    engine = TransformersEngine(path, config=EngineConfig(**ENGINE), model=ModelConfig(path=path, device="cpu", media=media))
+    model_config = ModelConfig(path=path, device="cpu", media=media, routing_replay="rollout" if records_experts else "none")
+    engine = TransformersEngine(path, config=EngineConfig(**ENGINE), model=model_config)
     model = family_of(path, media).loader.from_pretrained(path, dtype=torch.float32)
     engine.load_weights(Weights(1, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}, bytes(32)))
     return engine
 
 
 class Talk:
-    """An engine over a tiny model, an environment of `environments_of_tests.py`, and what belongs to them."""
+    """An engine over a tiny model, an environment of `environments_of_tests.py`, and what belongs to them. A model that hears has experts."""
 
     def __init__(self, folder: Path, function: str, *, hears: bool = False, **settings: Any) -> None:
         path = omni_model() if hears else picture_model()
         config = media_run(folder, path) if hears else picture_run(folder)
         environment = {"function": function if function == "zoom" else f"{ENVIRONMENTS}:{function}", "timeout_seconds": 5.0, **settings}
-        self.config = RunConfig.model_validate(config.model_dump(mode="json", exclude_unset=True) | {"environment": environment, "engine": ENGINE})
+        tree = config.model_dump(mode="json", exclude_unset=True) | {"environment": environment, "engine": ENGINE}
+        tree["model"]["routing_replay"] = "rollout" if hears else "none"
+        self.config = RunConfig.model_validate(tree)
         self.library = MediaLibrary(self.config)
         self.renderer = PromptRenderer.from_folder(path, self.config.data, media=self.config.model.media)
-        self.inner, self.pool = engine_of(path, self.config.model.media), EnvironmentPool(self.config)
+        self.inner, self.pool = engine_of(path, self.config.model.media, records_experts=hears), EnvironmentPool(self.config)
         self.engine = Episodes(self.inner, self.pool, config=self.config, renderer=self.renderer, library=self.library)
 
     @property
@@ -111,7 +114,8 @@ def ready(request: GenerationRequest, sample: GeneratedSample) -> SampleReady:
     assert sample.loss_mask is not None
     mask = np.append(np.zeros(len(request.prompt_tokens), np.uint8), sample.loss_mask)
     media = [*(piece.reference for piece in request.media), *media_in(sample.turns)]
-    return replace(pictures.ready(request, sample, int(sample.sample_id[-1])), loss_mask=mask, finish_reason=sample.finish_reason, media=media)
+    plain = pictures.ready(request, sample, int(sample.sample_id[-1]))
+    return replace(plain, loss_mask=mask, finish_reason=sample.finish_reason, media=media, routed_experts=sample.routed_experts)
 
 
 def shown_by_hand(renderer: PromptRenderer, task: Task, turns: Sequence[ChatMessage]) -> str:
@@ -245,15 +249,16 @@ def check_logprobs(one: Talk, policy: PolicyModel, media: SampleMedia, samples: 
     sharing = replace(policy.prompt_sharing, cell_cost=0.0)
     with torch.no_grad():
         for layout in ({"share_rows": True}, {"share_rows": False, "row_multiple": 16}, {"sharing": sharing}):
-            batch = media.added(pack(samples, vocab_size=policy.vocab_size, **layout), samples)  # type: ignore[arg-type]
+            batch = media.added(pack(samples, vocab_size=policy.vocab_size, experts=policy.experts, **layout), samples)  # type: ignore[arg-type]
             torch.testing.assert_close(policy.token_logprobs(batch).logprobs, drawn, rtol=0, atol=1e-4)
     scorer = LogprobScorer(one.config.model.path, model=one.config.model, threads=1, max_tokens=600, library=one.library)
     for sample, scores in zip(samples, scorer.score(samples), strict=True):
         np.testing.assert_allclose(scores, np.asarray(sample.rollout_logprobs), rtol=0, atol=1e-4)
 
 
-def test_sample_that_was_cut_off_goes_on_from_its_prefix_to_the_same_end(tmp_path: Path) -> None:
-    with talk(tmp_path, "show_pictures") as one:
+@pytest.mark.parametrize("hears", [False, True], ids=["", "experts"])
+def test_sample_that_was_cut_off_goes_on_from_its_prefix_to_the_same_end(tmp_path: Path, hears: bool) -> None:
+    with talk(tmp_path, "show_pictures", hears=hears) as one:
         request = one.request(references=[one.library.admit(item_of(Modality.IMAGE, (32, 32)))])
         one.engine.submit(request)
         whole = finish(one.engine)
@@ -272,6 +277,10 @@ def test_sample_that_was_cut_off_goes_on_from_its_prefix_to_the_same_end(tmp_pat
             assert sample.turns == whole[name].turns
             assert (sample.loss_mask == whole[name].loss_mask).all()
             assert sample.num_chosen == whole[name].num_chosen
+            assert (sample.routed_experts is not None) == hears
+            if sample.routed_experts is not None:
+                assert len(sample.routed_experts) == len(request.prompt_tokens) + len(sample.tokens) - 1
+                np.testing.assert_array_equal(sample.routed_experts, whole[name].routed_experts)
             np.testing.assert_allclose(sample.logprobs, whole[name].logprobs, rtol=0, atol=1e-5)
 
 
@@ -284,6 +293,7 @@ def resumed(sample: GeneratedSample, seed: int) -> SampleRequest:
         segments=sample.segments,
         loss_mask=sample.loss_mask,
         turns=sample.turns,
+        routed_experts=sample.routed_experts,
     )
 
 

@@ -65,6 +65,22 @@ def test_model_folder_that_lacks_a_file_is_refused_with_its_name(make_run_config
         require_model(make_run_config(model={"tiny": {}}))
 
 
+def test_replay_of_routing_needs_a_mixture_of_experts(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^model.routing_replay = 'rollout' is for mixtures .* model.tiny.family = 'qwen3' is none; leave it out"):
+        require_model(make_run_config(model={"tiny": {}, "routing_replay": "rollout"}))
+    tiny = {"family": "qwen3_omni_moe_thinker"}
+    assert require_model(make_run_config(model={"tiny": tiny, "routing_replay": "rollout"})).endswith("will be made by the run")
+    whole_model(tmp_path / "model")
+    settings = {"model": {"routing_replay": "rollout"}}
+    for config in ({"num_experts_per_tok": 2, "num_experts": 8}, {"text_config": {"num_experts_per_tok": 2, "num_local_experts": 8}}):
+        (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+        assert require_model(make_run_config(**settings)).endswith("is complete")
+    for config in ({}, {"text_config": {"num_experts": 0, "num_experts_per_tok": 2}}):
+        (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ConfigError, match=r"is for mixtures of experts, and the model in model.path .*model is none; leave it out"):
+            require_model(make_run_config(**settings))
+
+
 def test_critic_of_its_own_is_looked_for_where_there_is_one(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
     whole_model(tmp_path / "model")
     critic = {"model_path": str(tmp_path / "critic")}

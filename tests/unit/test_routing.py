@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from engine_requests import bits, finish, make_engine, make_prompt, make_request, other_weights
+from engine_requests import bits, finish, make_engine, make_prompt, make_request, other_weights, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from routed_engines import Site, make_router, make_sites
+from routed_samples import chosen_by
 
 from relax_events.engines.protocol import GenerationRequest
 from relax_events.engines.routing import loading
@@ -35,8 +37,8 @@ def open_router() -> Iterator[OpenRouter]:
     """Return a maker of routers over engines of the tiny model, with their sites."""
     with ExitStack() as stack:
 
-        def make(count: int = 2) -> tuple[Router, list[Site]]:
-            sites = make_sites(count)
+        def make(count: int = 2, **settings: Any) -> tuple[Router, list[Site]]:
+            sites = make_sites(count, **settings)
             return stack.enter_context(closing(make_router(sites))), sites
 
         yield make
@@ -157,6 +159,23 @@ def test_samples_of_a_lost_engine_go_on_in_another_one(open_router: OpenRouter) 
         assert whole.tokens[: len(sample.tokens)].tolist() == sample.tokens.tolist()
         assert whole.segments == (VersionSegment(0, 60),)
     assert {name: bits(sample) for name, sample in samples.items()} == expected(*requests)
+
+
+def test_experts_of_samples_that_go_on_in_another_engine_are_told_of_as_a_whole(open_router: OpenRouter) -> None:
+    path = tiny_model("qwen3_moe")
+    router, sites = open_router(2, path=path, model={"routing_replay": "rollout"})
+    requests = [make_request(number, max_new_tokens=30) for number in range(4)]
+    for request in requests:
+        router.submit(request)
+    wait_for(router, lambda: all(site.engines[-1].num_tokens > 10 for site in sites))
+    sites[0].is_away = True
+    sites[0].lose()
+    samples = finish(router)
+    assert any(len(sample.tokens) for request in sites[1].submitted for sample in request.samples)
+    for request in requests:
+        for one in request.samples:
+            tokens = np.concatenate([request.prompt_tokens, samples[one.sample_id].tokens])
+            np.testing.assert_array_equal(samples[one.sample_id].routed_experts, chosen_by(path, tokens))
 
 
 def test_engine_that_comes_back_has_the_newest_version_before_it_serves(open_router: OpenRouter) -> None:

@@ -28,7 +28,12 @@ class Journey:
     def take(self, partial: GeneratedSample) -> None:
         """Take over what an engine drew before it was lost."""
         self.sample = replace(
-            self.sample, tokens=partial.tokens, logprobs=partial.logprobs, segments=partial.segments, top_tokens=partial.top_tokens
+            self.sample,
+            tokens=partial.tokens,
+            logprobs=partial.logprobs,
+            segments=partial.segments,
+            top_tokens=partial.top_tokens,
+            routed_experts=partial.routed_experts,
         )
 
     def ended(self, reason: FinishReason, *, error: str = "") -> GeneratedSample:
@@ -43,6 +48,7 @@ class Journey:
             finish_reason=reason,
             error=error,
             top_tokens=sample.top_tokens,
+            routed_experts=sample.routed_experts,
         )
 
 

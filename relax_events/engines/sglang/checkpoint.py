@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import re
+from base64 import b64decode
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import safetensors.torch
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_events.config import MediaConfig
 from relax_events.engines.sglang.families import SEEING
 from relax_events.errors import ConfigError, WeightsError
+from relax_events.events.routed_experts import ExpertShape
 from relax_events.models.media_layout import MediaLayout
+from relax_events.models.mixtures import mixture_of
 from relax_events.weights.artifacts import file_shares
 
 FUSED_EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)$")
 """All experts of a layer in one tensor, as transformers keeps them; a checkpoint has them one by one."""
+ROUTER = re.compile(r".*layers\.(\d+)\.mlp\.gate\.weight$")
 HEADER_LENGTH_BYTES = 8
 MAX_FILE_BYTES = 1024**3
 AS_PUBLISHED = MediaConfig()
@@ -36,26 +42,33 @@ class ModelFolder:
         shapes: Of every tensor, by its name in the folder.
         vocab_size: Token ids lie below this.
         max_context_tokens: That the model was made for.
+        num_layers: Of its decoder.
         has_tied_head: Whether the output layer has no weights of its own.
         layout: How media stand among the tokens; None where servers are sent text alone for the model.
+        experts: Those whose choice is recorded; None where it is not.
+        expert_layers: Which layers have experts.
     """
 
     path: Path
     shapes: Mapping[str, tuple[int, ...]]
     vocab_size: int
     max_context_tokens: int
+    num_layers: int
     has_tied_head: bool
     layout: MediaLayout | None
+    experts: ExpertShape | None = None
+    expert_layers: tuple[int, ...] = ()
 
     @classmethod
-    def read(cls, path: Path, *, media: MediaConfig = AS_PUBLISHED) -> ModelFolder:
+    def read(cls, path: Path, *, media: MediaConfig = AS_PUBLISHED, records_experts: bool = False) -> ModelFolder:
         """Read what the folder says of itself.
 
         Args:
             path: Of the folder.
             media: How media are shown to the model.
+            records_experts: Whether its servers are to tell which experts each token goes through.
         Raises:
-            ConfigError: It is missing, or holds no language model in safetensors.
+            ConfigError: It is missing, holds no language model in safetensors, or no experts where these are to be recorded.
         """
         try:
             config = orjson.loads((path / "config.json").read_bytes())
@@ -68,7 +81,23 @@ class ModelFolder:
             raise ConfigError(f"model.path = {path} holds no language model in *.safetensors; engine 'sglang' reads no other form")
         is_tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
         layout = MediaLayout.from_folder(path, media) if config.get("model_type") in SEEING else None
-        return cls(path, shapes, text["vocab_size"], text.get("max_position_embeddings", 0), is_tied, layout)
+        length, num_layers = text.get("max_position_embeddings", 0), text.get("num_hidden_layers", 0)
+        folder = cls(path, shapes, text["vocab_size"], length, num_layers, is_tied, layout)
+        return folder._recording(config) if records_experts else folder
+
+    def _recording(self, config: Mapping[str, Any]) -> ModelFolder:
+        mixture, layers = mixture_of(config), sorted(int(found[1]) for name in self.shapes if (found := ROUTER.match(name)))
+        if mixture is None or not layers:
+            rule = f"the experts of a mixture that engine 'sglang' knows, and the model in {self.path} has none"
+            raise ConfigError(f"model.routing_replay replays {rule}; set model.routing_replay = 'none'")
+        num_experts, top_k = mixture
+        return replace(self, experts=ExpertShape(len(layers), top_k, num_experts), expert_layers=tuple(layers))
+
+    def chosen_experts(self, data: str) -> NDArray[np.generic]:
+        """Read what a server tells of each token: [tokens, layers with experts, top_k]."""
+        assert self.experts is not None, "asked of a folder that records no experts"
+        of_all_layers = np.frombuffer(b64decode(data), "<i4").reshape(-1, self.num_layers, self.experts.top_k)
+        return self.experts.compact(of_all_layers[:, self.expert_layers])
 
     def tensors(self) -> dict[str, Tensor]:
         """Load the folder's own weights."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import orjson
 
 from relax_events.config import SamplingConfig
+from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.sglang.media_wire import FORMAT
 from relax_events.errors import ConfigError, EnvironmentProblem
 
@@ -34,11 +35,12 @@ class ServerGone(Exception):
 class SGLangClient:
     """The calls that the engine needs. Used within one event loop."""
 
-    def __init__(self, url: str, *, weights_seconds: float) -> None:
+    def __init__(self, url: str, *, model: ModelFolder, weights_seconds: float) -> None:
         """Connect when first needed.
 
         Args:
             url: Of the server, without a path.
+            model: That it serves.
             weights_seconds: Deadline of a call that loads or hashes all weights.
         Raises:
             EnvironmentProblem: The HTTP client is not installed.
@@ -49,9 +51,14 @@ class SGLangClient:
             raise EnvironmentProblem(f"engine 'sglang' needs httpx2 ({error}); install relax-events[sglang]") from None
         self._http = httpx2
         self.url = url.rstrip("/")
-        self._weights_seconds = weights_seconds
+        self._model, self._weights_seconds = model, weights_seconds
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         self._client = httpx2.AsyncClient(base_url=self.url, limits=limits, timeout=CONTROL_SECONDS, trust_env=False)
+
+    @property
+    def records_experts(self) -> bool:
+        """Whether the server tells which experts tokens go through."""
+        return self._model.experts is not None
 
     async def close(self) -> None:
         """Break off what is under way."""
@@ -89,14 +96,18 @@ class SGLangClient:
         if takes_media and states[0].get("media_format") != FORMAT:
             remedy = "install relax-events of this version beside sglang there, which brings the plugin"
             raise ConfigError(f"the model reads media, and the SGLang server at {self.url} takes none in the form {FORMAT}; {remedy}")
+        if self.records_experts and not info.get("enable_return_routed_experts"):
+            need = "does not tell which experts tokens go through, which model.routing_replay = 'rollout' needs"
+            raise ConfigError(f"the SGLang server at {self.url} {need}; start it with --enable-return-routed-experts")
 
     async def generate(
         self, prompts: Sequence[dict[str, Any]], *, media: Sequence[str], sampling: SamplingConfig, extra_key: str, num_top: int
     ) -> AsyncIterator[dict[str, Any]]:
-        """Generate for several prompts; give what comes for each, as it comes.
+        """Generate for several prompts; give what comes for each, as it comes. Which experts its tokens went through comes with the last of it.
 
         Args:
-            prompts: `rid`, `input_ids`, `max_new_tokens` and `stop_token_ids` of each.
+            prompts: `rid`, `input_ids`, `max_new_tokens`, `stop_token_ids` and `num_routed` of each, the last for how many of its first tokens
+                the experts are known.
             media: What `media_wire` says of the media of each; none where there are none.
             sampling: How tokens are drawn.
             extra_key: Prompts with another one share no cache with these.
@@ -118,6 +129,9 @@ class SGLangClient:
             "stream": True,
             **({"image_data": [[one] for one in media]} if media else {}),
         }
+        start = min(prompt["num_routed"] for prompt in prompts)  # one for the whole request
+        if self.records_experts:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": start}
         async with AsyncExitStack() as stack:
             timeout = self._http.Timeout(None, connect=CONNECT_SECONDS)  # what comes too slowly is noticed by whoever waits for all of it
             try:
@@ -128,7 +142,7 @@ class SGLangClient:
                 if response.is_error:
                     raise ServerRefused(f"POST {self.url}/generate: status {response.status_code}: {(await response.aread())[:500]!r}")
                 async for data in _server_sent(response.aiter_bytes()):
-                    yield self._checked(orjson.loads(data))
+                    yield self._checked(orjson.loads(data), experts_start=start)
             except (self._http.RequestError, self._http.StreamError) as error:
                 raise ServerGone(f"POST {self.url}/generate: {type(error).__name__}: {error}") from error
 
@@ -173,10 +187,13 @@ class SGLangClient:
         found: dict[str, Any] = response.json() if response.content else {}
         return found
 
-    def _checked(self, event: dict[str, Any]) -> dict[str, Any]:
+    def _checked(self, event: dict[str, Any], *, experts_start: int) -> dict[str, Any]:
+        """Return what came for a prompt; the experts as an array, with the number of the first token that they are of."""
         if "error" in event:
             said = event["error"]
             raise ServerRefused(f"POST {self.url}/generate: {said.get('message', said) if isinstance(said, dict) else said}")
+        if (experts := event["meta_info"].get("routed_experts")) is not None:
+            event["routed_experts"] = experts_start, self._model.chosen_experts(experts)
         return event
 
 

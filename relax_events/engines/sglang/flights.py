@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from relax_events.engines.rows import Sample, joined_segments
 from relax_events.events.parts import VersionSegment
@@ -33,6 +34,7 @@ class Flight:
         num_certain: Tokens that came before other weights were loaded; None while none were.
         num_prompt_tokens: What the server read before its first token, by its own count; 0 while it has said nothing.
         num_cached_tokens: How many of these it did not compute.
+        experts: Which the tokens of prompt and completion went through, all but the last, and from which token on; where the server tells.
     """
 
     sample: Sample
@@ -46,6 +48,7 @@ class Flight:
     num_certain: int | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    experts: tuple[int, NDArray[np.generic]] | None = None
     refusal: str = ""
 
     @property
@@ -57,6 +60,7 @@ class Flight:
             "input_ids": sample.sequence.tolist(),
             "max_new_tokens": sample.max_new_tokens - len(sample.tokens),
             "stop_token_ids": list(sample.stop_token_ids),
+            "num_routed": len(sample.experts),
         }
 
     def take(self, event: dict[str, Any]) -> None:
@@ -74,6 +78,7 @@ class Flight:
         if (reason := meta["finish_reason"]) is not None:
             self.has_landed = True
             self.spans = meta["weight_versions"]
+            self.experts = event.get("routed_experts")
             if reason["type"] == "abort" and reason.get("status_code") == BAD_REQUEST:
                 self.refusal = reason["message"]
 
@@ -107,6 +112,9 @@ class Flight:
             tops = np.array(self.top_tokens[:count], np.int32).reshape(count, num_top)
             sample.top_tokens = np.concatenate([sample.top_tokens, tops])
         sample.segments = joined_segments(sample.segments, spans)
+        if self.experts is not None:  # of tokens that a server told nothing of before it went, the next one tells: it reads them again
+            start, experts = self.experts
+            sample.experts = np.concatenate([sample.experts, experts[len(sample.experts) - start :]])
 
     def _runs(self, versions: Mapping[str, int], swapped: Collection[int]) -> list[VersionSegment]:
         if not self.tokens:

@@ -241,7 +241,10 @@ class Generation:
         version = self.served.policy_version
         if not np.isfinite(sample.logprobs).all():
             self._end(sample, FinishReason.ERROR, error=f"policy version {version} gave no finite log-probability; are its weights finite?")
-        elif (reason := sample.finish_reason) is not None:
+        elif (reason := sample.finish_reason) is not None and self._client.records_experts and len(sample.experts) != len(sample.sequence) - 1:
+            known = f"{len(sample.experts)} of {len(sample.sequence) - 1} tokens"
+            self._end(sample, FinishReason.ERROR, error=f"the server told of {known} which experts they went through")
+        elif reason is not None:
             self._end(sample, reason)
         elif flight.refusal:
             self._end(sample, FinishReason.ERROR, error=f"the server refused it: {flight.refusal}")

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 PLATFORM = "relax_events.engines.sglang.cpu_platform:TorchCpuPlatform"
-CUDA_CALL = "torch.cuda.synchronize"
-"""What SGLang calls on every platform before it hashes its weights, and when it releases memory."""
+CUDA_CALLS = ("torch.cuda.synchronize", "sglang.srt.mem_cache.pool_host.common._cuda_host_register")
+"""What SGLang calls on every platform: before it hashes its weights and when it releases memory; and to record which experts tokens go through."""
 
 
 def activate() -> str | None:
@@ -21,12 +21,13 @@ def activate() -> str | None:
 
 
 def replace_cuda_call() -> None:
-    """Let waiting for a GPU that is not there do nothing. (Entry point in `sglang.srt.plugins`.)"""
+    """Let what is meant for a GPU that is not there do nothing. (Entry point in `sglang.srt.plugins`.)"""
     if not _is_needed():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(CUDA_CALL, _do_nothing, HookType.REPLACE)
+    for call in CUDA_CALLS:
+        HookRegistry.register(call, _do_nothing, HookType.REPLACE)
 
 
 def take_media() -> None:

@@ -90,7 +90,8 @@ class ServerProcess:
             "--log-level": "warning",
         }
         switches = ("--incremental-streaming-output", "--skip-tokenizer-init", "--skip-server-warmup", "--enable-metrics")
-        return [*(str(word) for flag in flags.items() for word in flag), *switches, *config.sglang.arguments]
+        routing = ("--enable-return-routed-experts",) if self._settings.replays_routing else ()
+        return [*(str(word) for flag in flags.items() for word in flag), *switches, *routing, *config.sglang.arguments]
 
     def _environment(self) -> dict[str, str]:
         variables = {name: value for name, value in os.environ.items() if name not in CREDENTIAL_VARIABLES}

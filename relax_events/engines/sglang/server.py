@@ -49,7 +49,8 @@ class SGLangServer:
             EnvironmentProblem: The server does not come up; the text ends with its log.
         """
         self.policy_version = policy_version
-        self._model, self._max_context_tokens = ModelFolder.read(model_path, media=model.media), config.max_context_tokens
+        self._model = ModelFolder.read(model_path, media=model.media, records_experts=model.replays_routing)
+        self._max_context_tokens = config.max_context_tokens
         self._inbox: queue.SimpleQueue[GeneratedSample | None] = queue.SimpleQueue()
         self._running: set[str] = set()
         self._num_submitted = 0
@@ -61,7 +62,8 @@ class SGLangServer:
             if process is not None:
                 stack.callback(process.kill)
             self._loop = stack.enter_context(LoopThread())
-            client = SGLangClient(process.url if process else config.sglang.urls[0], weights_seconds=config.sglang.start_seconds)
+            url = process.url if process else config.sglang.urls[0]
+            client = SGLangClient(url, model=self._model, weights_seconds=config.sglang.start_seconds)
             served = Served.of(policy_version, model_path.absolute())
             self._serving = Serving(client, process, config=config.sglang, served=served, layout=self._model.layout, tell=self._inbox.put)
             stack.callback(lambda: self._loop.run(self._serving.close()))

@@ -90,6 +90,8 @@ class Serving:
             if on_running == "swap":  # what waits must not begin on the cache of the old weights
                 await generation.ground(lambda flight: not flight.tokens)
                 keeps_cache = generation.num_flights > 0
+            elif self._client.records_experts:  # a server that retracts forgets which experts drew the tokens so far
+                await generation.ground(lambda _: True)
             generation.announce(served, is_swapped=keeps_cache)
             if is_paused := generation.num_flights > 0:
                 await self._client.pause("in_place" if keeps_cache else "retract")

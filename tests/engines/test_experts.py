@@ -1,0 +1,124 @@
+"""A mixture of experts on a real SGLang server that tells which experts each token went through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_requests import continued, finish, make_prompt, make_request, other_weights, plain_logprobs, tiny_model
+from routed_samples import chosen_by
+
+from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
+from relax_events.engines.protocol import GeneratedSample, GenerationRequest
+from relax_events.engines.sglang.engine import SGLangEngine
+from relax_events.events.parts import VersionSegment
+
+pytestmark = pytest.mark.timeout(720)  # the first test waits for the server
+FAMILY, LONG = "qwen3_moe", 200
+
+
+@pytest.fixture(scope="module")
+def engine(sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    """Open an engine with a server of its own, which ends with it and leaves nothing behind."""
+    path, directory = tiny_model(FAMILY), tmp_path_factory.mktemp("weights")
+    config = EngineConfig(
+        max_running_samples=8,
+        max_context_tokens=512,
+        sglang=SGLangConfig(python=sglang_python, weights_directory=directory, stream_interval_tokens=4),
+    )
+    opened = SGLangEngine(path, config=config, model=ModelConfig(path=path, routing_replay="rollout"))
+    yield opened
+    opened.close()
+    assert list(directory.iterdir()) == []
+
+
+def sequence_of(request: GenerationRequest, sample: GeneratedSample) -> np.ndarray:
+    return np.concatenate([request.prompt_tokens, sample.tokens])
+
+
+def check_whole(request: GenerationRequest, sample: GeneratedSample, path: Path) -> None:
+    """Hold log-probabilities and experts of a sample of one version beside those of transformers and of the computation by hand."""
+    expected = chosen_by(path, sequence_of(request, sample))
+    assert sample.routed_experts is not None
+    assert sample.routed_experts.dtype == np.uint8
+    assert sample.routed_experts.tolist() == expected.tolist()
+    np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens, path=path), atol=1e-5)
+
+
+def begin(engine: SGLangEngine, request: GenerationRequest) -> list[GeneratedSample]:
+    """Let samples begin, and take them out again with more than a few tokens."""
+    engine.submit(request)
+    while True:
+        assert engine.poll(timeout_seconds=0.3) == []
+        partial = engine.abort()
+        if min(len(sample.tokens) for sample in partial) > 8:
+            return partial
+        engine.submit(continued(request, partial))
+
+
+def test_experts_are_those_of_transformers_for_all_tokens_in_all_layers(engine: SGLangEngine) -> None:
+    request = make_request(1, prompt=make_prompt(1, 40), max_new_tokens=60)
+    engine.submit(request)
+    for sample in finish(engine).values():
+        check_whole(request, sample, tiny_model(FAMILY))
+    engine.submit(request)  # whose prompt the server has in its cache now
+    for sample in finish(engine).values():
+        check_whole(request, sample, tiny_model(FAMILY))
+
+
+@pytest.mark.parametrize("num_told", [None, 0, 5])
+def test_sample_that_goes_on_is_told_of_as_a_whole(engine: SGLangEngine, num_told: int | None) -> None:
+    request = make_request(2, max_new_tokens=LONG, temperature=1.3)
+    partial = begin(engine, request)
+    for sample in partial:
+        assert sample.routed_experts is not None
+        assert len(sample.routed_experts) == len(sequence_of(request, sample)) - 1
+    told = [replace(one, routed_experts=None if one.routed_experts is None else one.routed_experts[:num_told]) for one in partial]
+    engine.submit(continued(request, told))
+    for sample in finish(engine).values():
+        assert sample.routed_experts is not None
+        assert sample.routed_experts.tolist() == chosen_by(tiny_model(FAMILY), sequence_of(request, sample)).tolist()
+
+
+def test_each_segment_carries_the_routing_of_the_weights_that_drew_it(engine: SGLangEngine) -> None:
+    request, (weights, path) = make_request(3, max_new_tokens=LONG), other_weights(1, family=FAMILY)
+    engine.submit(continued(request, begin(engine, request)))
+    while engine.usage.num_decoding < len(request.samples):
+        assert engine.poll(timeout_seconds=0.05) == []
+    engine.load_weights(weights, on_running="restart")
+    for sample in finish(engine).values():
+        tokens, (first, second) = sequence_of(request, sample), sample.segments
+        assert (first.policy_version, second.policy_version) == (0, 1)
+        old, new = chosen_by(tiny_model(FAMILY), tokens), chosen_by(path, tokens)
+        split = len(request.prompt_tokens) + first.num_tokens - 1
+        assert sample.routed_experts is not None
+        assert sample.routed_experts[:split].tolist() == old[:split].tolist()
+        assert sample.routed_experts[split:].tolist() == new[split:].tolist()
+        assert (old[:split] != new[:split]).any()
+    engine.submit(request)
+    for sample in finish(engine).values():
+        assert sample.segments == (VersionSegment(1, LONG),)
+        check_whole(request, sample, path)
+
+
+def test_kept_cache_keeps_the_routing_that_it_was_made_with(engine: SGLangEngine) -> None:
+    request, (weights, _) = make_request(4, max_new_tokens=LONG), other_weights(2, seed=5, family=FAMILY)
+    before = engine.policy_version
+    partial, num_drawn = begin(engine, request), engine.num_tokens
+    engine.submit(continued(request, partial))
+    while engine.num_tokens < num_drawn + 16:
+        assert engine.poll(timeout_seconds=0.05) == []
+    engine.load_weights(weights, on_running="swap")
+    path = {0: tiny_model(FAMILY), 1: tiny_model(FAMILY, seed=4)}[before]
+    samples = finish(engine).values()
+    assert any(segment.kept_cache for sample in samples for segment in sample.segments)
+    for sample in samples:
+        first, *later = sample.segments  # several, where one of the model's own end tokens has ended a request
+        assert (first.policy_version, {segment.policy_version for segment in later}) == (before, {2})
+        tokens, split = sequence_of(request, sample), len(request.prompt_tokens) + first.num_tokens - 1
+        assert sample.routed_experts is not None
+        assert len(sample.routed_experts) == len(tokens) - 1
+        assert sample.routed_experts[:split].tolist() == chosen_by(path, tokens)[:split].tolist()

@@ -1,0 +1,139 @@
+"""What the engine tells of the experts that its tokens went through."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_requests import continued, finish, make_engine, make_request, other_weights, plain_logprobs, plain_model, step, tiny_model
+from routed_samples import chosen_by, routed_logprobs
+
+from relax_events.engines.protocol import GeneratedSample, GenerationRequest
+from relax_events.engines.transformers import TransformersEngine
+from relax_events.errors import ConfigError, PoisonSample
+from relax_events.events.parts import FinishReason, VersionSegment
+from workers.rolled_out import recorded_experts
+
+FAMILY = "qwen3_moe"
+
+
+def recording_engine() -> TransformersEngine:
+    return make_engine(tiny_model(FAMILY), model={"routing_replay": "rollout"})
+
+
+def sequence_of(request: GenerationRequest, sample: GeneratedSample) -> np.ndarray:
+    return np.concatenate([request.prompt_tokens, sample.tokens])
+
+
+def test_experts_are_those_of_every_token_but_the_last() -> None:
+    engine = recording_engine()
+    requests = [make_request(number, num_samples=3, max_new_tokens=12) for number in range(4)]
+    for request in requests:
+        engine.submit(request)
+    samples = finish(engine)
+    for request in requests:
+        for one in request.samples:
+            sample = samples[one.sample_id]
+            tokens = sequence_of(request, sample)
+            assert sample.routed_experts is not None
+            assert (sample.routed_experts.shape, sample.routed_experts.dtype) == ((len(tokens) - 1, 2, 2), np.uint8)
+            assert sample.routed_experts.tolist() == chosen_by(tiny_model(FAMILY), tokens).tolist()
+
+
+def test_engine_tells_nothing_of_experts_unless_it_is_asked() -> None:
+    engine = make_engine(tiny_model(FAMILY))
+    engine.submit(make_request(1))
+    assert {sample.routed_experts for sample in finish(engine).values()} == {None}
+
+
+def test_recording_changes_no_bit_of_a_sample() -> None:
+    request, drawn = make_request(3, num_samples=4, max_new_tokens=20), []
+    for engine in (make_engine(tiny_model(FAMILY)), recording_engine()):
+        engine.submit(request)
+        drawn.append({name: (sample.tokens.tobytes(), sample.logprobs.tobytes()) for name, sample in finish(engine).items()})
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("how", ["restart", "swap", "abort"])
+def test_each_segment_carries_the_routing_of_the_weights_that_drew_it(how: str) -> None:
+    engine, request = recording_engine(), make_request(2, max_new_tokens=24)
+    weights, path = other_weights(1, family=FAMILY)
+    engine.submit(request)
+    step(engine, 8)
+    if how == "abort":
+        partial = engine.abort()
+        engine.load_weights(weights)
+        engine.submit(continued(request, partial))
+    else:
+        engine.load_weights(weights, on_running="swap" if how == "swap" else "restart")
+    for sample in finish(engine).values():
+        tokens, (first, second) = sequence_of(request, sample), sample.segments
+        old, new = chosen_by(tiny_model(FAMILY), tokens), chosen_by(path, tokens)
+        split = len(request.prompt_tokens) + first.num_tokens - 1  # of the token that the new weights read to draw their first one
+        assert sample.routed_experts is not None
+        assert len(sample.routed_experts) == len(tokens) - 1
+        assert (first.policy_version, second.policy_version) == (0, 1)
+        assert sample.routed_experts[:split].tolist() == old[:split].tolist()
+        assert (old[:split] != new[:split]).any()
+        if how != "swap":  # a kept cache is a mixture of both versions, which no whole forward has
+            assert sample.routed_experts[split:].tolist() == new[split:].tolist()
+
+
+def test_sample_of_which_an_engine_told_only_in_part_is_told_of_by_the_next() -> None:
+    engine, request = recording_engine(), make_request(2, num_samples=1, max_new_tokens=24)
+    engine.submit(request)
+    step(engine, 8)
+    (partial,) = engine.abort()
+    assert partial.routed_experts is not None
+    told = partial.routed_experts[:5]
+    engine.submit(continued(request, [replace(partial, routed_experts=told)]))
+    (sample,) = finish(engine).values()
+    assert sample.routed_experts is not None
+    assert sample.routed_experts.tolist() == chosen_by(tiny_model(FAMILY), sequence_of(request, sample)).tolist()
+
+
+def test_prefix_whose_experts_can_not_be_the_models_is_refused() -> None:
+    engine, request = recording_engine(), make_request(2, num_samples=1)
+    num_read = len(request.prompt_tokens) - 1
+    for shape in ((2, 3, 2), (num_read + 1, 2, 2)):
+        odd = replace(request, samples=(replace(request.samples[0], routed_experts=np.zeros(shape, np.uint8)),))
+        with pytest.raises(PoisonSample, match=rf"sample g2/0: the prefix's routed_experts must be of at most {num_read} tokens, 2 layers and 2 ex"):
+            engine.submit(odd)
+
+
+def test_model_without_experts_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"model.routing_replay replays the choice of a mixture of experts, and the model in .* has none"):
+        make_engine(model={"routing_replay": "rollout"})
+
+
+def test_experts_are_recorded_only_where_they_are_replayed(make_run_config: Any) -> None:
+    asking, experts = make_run_config(model={"routing_replay": "rollout"}), np.zeros((4, 2, 2), np.uint8)
+    assert recorded_experts(generated(experts), asking, num_tokens=5) is experts
+    assert recorded_experts(generated(experts), make_run_config(), num_tokens=5) is None
+
+
+@pytest.mark.parametrize(("experts", "got"), [(None, "none"), (np.zeros((3, 2, 2), np.uint8), "those of 3")])
+def test_engine_that_does_not_tell_of_experts_is_refused_with_what_to_do(experts: np.ndarray | None, got: str, make_run_config: Any) -> None:
+    need = rf"needs the experts that 4 tokens of sample 000000-0000-0/0 .* gave {got}; take another engine, or routing_replay = 'none'"
+    with pytest.raises(ConfigError, match=need):
+        recorded_experts(generated(experts), make_run_config(model={"routing_replay": "rollout"}), num_tokens=5)
+
+
+def generated(experts: np.ndarray | None) -> GeneratedSample:
+    return GeneratedSample(
+        sample_id="000000-0000-0/0",
+        prompt_group_id="000000-0000-0",
+        tokens=np.array([5, 6], np.int32),
+        logprobs=np.zeros(2, np.float32),
+        segments=(VersionSegment(0, 2),),
+        finish_reason=FinishReason.STOP,
+        routed_experts=experts,
+    )
+
+
+def test_reference_by_hand_is_the_model() -> None:
+    tokens = np.arange(3, 40, dtype=np.int32)
+    by_hand, _ = routed_logprobs(plain_model(tiny_model(FAMILY)), tokens)
+    np.testing.assert_allclose(by_hand, plain_logprobs(tokens[:1], tokens[1:], path=tiny_model(FAMILY)), atol=1e-5)
