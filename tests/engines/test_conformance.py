@@ -327,7 +327,7 @@ def test_sleeping_engine_holds_what_runs_until_it_wakes(make: MakeEngine) -> Non
 
 def test_load_weights_wakes_the_engine(make: MakeEngine) -> None:
     engine = make()
-    engine.submit(make_request(1))
+    engine.submit(make_request(1, max_new_tokens=LONG))
     engine.sleep()
     engine.load_weights(other_weights(1)[0])
     assert all(sample.segments[-1].policy_version == 1 for sample in finish(engine).values())
