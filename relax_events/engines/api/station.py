@@ -119,9 +119,9 @@ class Station:
             else:
                 loop.call_soon_threadsafe(finish, done.set_result, result)
 
-        if self.failure is not None:
-            raise self.failure
         self._soon(errand)
+        if self.failure is not None:  # looked at last: nobody does errands any more that come after it
+            raise self.failure
         return await done
 
     async def abort(self, rid: str | None) -> None:
