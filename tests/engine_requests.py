@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from folders import kept_folder
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -22,6 +21,7 @@ from relax_events.errors import WeightsError
 from relax_events.models.tiny import make_tiny
 from relax_events.weights import Weights
 from relax_events.weights.artifacts import weights_digest
+from tests.folders import kept_folder
 
 VOCAB_SIZE = 272
 """Byte symbols and the tokenizer's special tokens and phrases, at least."""

@@ -195,8 +195,14 @@ class Fetching:
         try:
             self._consumer.seek(TopicPartition(topic, partition, offset))
         except KafkaException as exception:
-            raise translate(error_of(exception), f"seeking {topic}[{partition}]@{offset}") from exception
+            error = error_of(exception)
+            if error.code() != KafkaError._STATE or not self._is_assigned(topic, partition):
+                raise translate(error, f"seeking {topic}[{partition}]@{offset}") from exception
+            self._restart(topic, partition, offset)  # its reading has not begun yet, or has stopped
         self.positions[topic, partition] = offset
+
+    def _is_assigned(self, topic: str, partition: int) -> bool:
+        return any((place.topic, place.partition) == (topic, partition) for place in self._consumer.assignment())
 
     def group_metadata(self) -> Any:
         """Return what a transaction needs to commit this reader's offsets."""

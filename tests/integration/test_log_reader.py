@@ -68,6 +68,20 @@ def test_lag_counts_from_where_the_reader_was_assigned_or_from_what_is_left(
     reader.close()
 
 
+def test_reader_seeks_while_the_client_changes_over_to_other_partitions(reader: LogReader, producer: RecordProducer, make_topic: MakeTopic) -> None:
+    topic, other = make_topic("a"), make_topic("b")
+    for name in (topic, other):
+        fill(producer, name, numbered(10))
+    for _ in range(100):  # the client refuses to seek one time in fifteen
+        reader.assign({(topic, 0): 4, (other, 0): 0})
+        reader.fetch(max_records=100, timeout_seconds=0.02)
+        reader.assign({(topic, 0): 4})
+        reader.seek(topic, 0, 3)
+    records = fetch_until(reader, lambda records: bool(records) and records[-1].offset == 9)
+    assert [record.offset for record in records][-7:] == list(range(3, 10))
+    reader.close()
+
+
 def test_read_to_end_starts_where_it_is_told(reader: LogReader, producer: RecordProducer, make_topic: MakeTopic) -> None:
     topic = make_topic("a")
     fill(producer, topic, numbered(10))

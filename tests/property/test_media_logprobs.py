@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from engine_requests import finish, fresh_sample
-from folders import kept_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +27,7 @@ from relax_events.training.policy_model import PolicyModel
 from relax_events.training.sample_media import SampleMedia
 from relax_events.training.scoring import LogprobScorer
 from relax_events.weights import Weights
+from tests.folders import kept_folder
 from tests.unit.moving_and_sounding import (
     KINDS,
     expert_model,

@@ -11,7 +11,6 @@ from typing import Any
 import av
 import numpy as np
 import torch
-from folders import kept_folder
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, Qwen3OmniMoeThinkerForConditionalGeneration, WhisperFeatureExtractor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
@@ -24,6 +23,7 @@ from relax_events.media.items import MediaItem
 from relax_events.models.media_inputs import ProcessedMedia
 from relax_events.models.media_layout import modality_of
 from relax_events.models.tiny import make_tiny
+from tests.folders import kept_folder
 from tests.unit.pictures import picture_file, picture_run, plain_model
 
 OMNI = "qwen3_omni_moe_thinker"

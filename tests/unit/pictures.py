@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from engine_requests import fresh_sample
-from folders import kept_folder
 from numpy.typing import NDArray
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -28,6 +27,7 @@ from relax_events.media.library import MediaLibrary
 from relax_events.models.media_inputs import ProcessedMedia
 from relax_events.models.media_layout import modality_of
 from relax_events.models.tiny import make_tiny
+from tests.folders import kept_folder
 
 BOUNDS = MediaConfig()
 Sizes = tuple[tuple[int, int], ...]

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from folders import kept_folder
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -17,6 +16,7 @@ from relax_events.config import RunConfig
 from relax_events.events.parts import FinishReason
 from relax_events.events.types import SampleReady
 from relax_events.models.tiny import make_tiny
+from tests.folders import kept_folder
 
 
 @cache
