@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import socket
 
 from relax_events.errors import EnvironmentProblem
+
+PACKAGES = ("fastapi", "uvicorn")
+"""What our APIs are made with; the extra `api` installs them."""
+
+
+def missing_package() -> str:
+    """Return a package of the extra `api` that is not installed; empty where all are."""
+    return next((name for name in PACKAGES if importlib.util.find_spec(name) is None), "")
 
 
 def open_listener(host: str, port: int, *, remedies: tuple[str, str], what: str) -> socket.socket:

@@ -18,6 +18,7 @@ from relax_events.config import EngineConfig, ModelConfig, SamplingConfig
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
 from relax_events.engines.transformers import TransformersEngine
 from relax_events.errors import WeightsError
+from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.models.tiny import make_tiny
 from relax_events.weights import Weights
 from relax_events.weights.artifacts import weights_digest
@@ -88,6 +89,19 @@ def continued(request: GenerationRequest, partial: list[GeneratedSample]) -> Gen
         sampling=request.sampling,
         stop_token_ids=request.stop_token_ids,
         num_top_tokens=request.num_top_tokens,
+    )
+
+
+def generated(**told: Any) -> GeneratedSample:
+    """Make up a sample of two tokens as an engine hands it out, with what else it tells."""
+    return GeneratedSample(
+        sample_id="000000-0000-0/0",
+        prompt_group_id="000000-0000-0",
+        tokens=np.array([5, 6], np.int32),
+        logprobs=np.zeros(2, np.float32),
+        segments=(VersionSegment(0, 2),),
+        finish_reason=FinishReason.STOP,
+        **told,
     )
 
 

@@ -1,14 +1,66 @@
-"""Waits for SGLang servers that a test starts."""
+"""Real SGLang servers that tests start, and engines on servers that run."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import httpx2
+from engine_requests import MakeEngine, tiny_model
 
+from relax_events.config import EngineConfig, MediaConfig, ModelConfig, SGLangConfig
+from relax_events.engines.protocol import Engine
+from relax_events.engines.sglang.checkpoint import ModelFolder
+from relax_events.engines.sglang.engine import SGLangEngine
 from relax_events.engines.sglang.process import ServerProcess
 
 START_SECONDS = 600.0
+BOUNDS: dict[str, Any] = {"max_running_samples": 16, "max_context_tokens": 512}
+
+
+@contextmanager
+def started_server(path: Path, folder: Path, *, python: str) -> Iterator[str]:
+    """Start a server on a model, and give its address.
+
+    Args:
+        path: The model's folder.
+        folder: For what it writes.
+        python: Of the environment that SGLang is installed in.
+    """
+    config = EngineConfig(**BOUNDS, sglang=SGLangConfig(python=python))
+    process = ServerProcess(ModelFolder.read(path), folder, config=config, settings=ModelConfig(path=path))
+    process.start(path, name="session")
+    try:
+        await_ready(process)
+        yield process.url
+    finally:
+        process.kill()
+
+
+@contextmanager
+def engines_at(url: str, *, path: Path | None = None, media: MediaConfig | None = None) -> Iterator[MakeEngine]:
+    """Give a maker of engines that take a server over, and close them.
+
+    Args:
+        url: The server's.
+        path: The model's folder where a caller gives none; a tiny one of the tests'.
+        media: How it is shown media.
+    """
+    engines: list[SGLangEngine] = []
+
+    def make(model: Path | None = None, **settings: Any) -> Engine:
+        folder = model or path or tiny_model()
+        config = EngineConfig(**BOUNDS | settings, sglang=SGLangConfig(urls=(url,)))
+        engines.append(SGLangEngine(folder, config=config, model=ModelConfig(path=folder, media=media or MediaConfig())))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.abort()
+        engine.close()
 
 
 def await_ready(process: ServerProcess) -> None:

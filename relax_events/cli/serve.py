@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-PACKAGES = ("fastapi", "uvicorn")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 DRAIN_SECONDS = 30
 """For answers that are under way when the server is asked to end."""
+
 
 def serve(
     model: Path,
@@ -41,14 +41,12 @@ def serve(
         incremental_streaming_output: Let streamed events have what is new, as engine `sglang` needs it, not all so far.
         token_file: Holds a token without which nobody is answered.
     """
-    from importlib.util import find_spec
-
     from relax_events.broker.security.folder import read_secret
     from relax_events.errors import ConfigError, EnvironmentProblem
-    from relax_events.listening import open_listener, url_of
+    from relax_events.listening import missing_package, open_listener, url_of
 
-    if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        raise EnvironmentProblem(f"relax serve needs {missing[0]}, which is not installed; install relax-events[api]")
+    if missing := missing_package():
+        raise EnvironmentProblem(f"relax serve needs {missing}, which is not installed; install relax-events[api]")
     token = read_secret(token_file, key="--token-file") if token_file else ""
     if not token and host not in LOOPBACK:
         raise ConfigError(f"--host {host} lets other machines load weights from any folder here; give a --token-file, or listen on {LOOPBACK[0]}")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.util
-import json
-import socket
 from pathlib import Path
 
 from relax_events.config import RunConfig
@@ -14,8 +11,10 @@ from relax_events.data.rendering import judge_renderer
 from relax_events.data.sources import media_brought
 from relax_events.engines.sglang.families import SEEING
 from relax_events.errors import ConfigError, EnvironmentProblem
+from relax_events.listening import open_listener
 from relax_events.models.media_layout import MEDIA_FAMILIES, MediaLayout
 from relax_events.models.mixtures import has_experts
+from relax_events.models.settings_file import read_settings
 from relax_events.models.vocabulary import require_same_vocabulary
 from relax_events.plugins import ENGINES, ENVIRONMENTS, FUNCTION, ROLES, TRAINER_BACKENDS, find_plugin
 from relax_events.rewards.judging import load_grading
@@ -108,7 +107,7 @@ def _require_reader_of_media(config: RunConfig) -> None:
 
 def _family_of(path: Path) -> str:
     """Return what a model's folder says it is; `MediaLayout` has read it before."""
-    return str(json.loads((path / "config.json").read_bytes()).get("model_type"))
+    return str(read_settings(path / "config.json").get("model_type"))
 
 
 def _require_replay_of_routing(config: RunConfig) -> None:
@@ -178,16 +177,7 @@ def require_metrics_ports(config: RunConfig) -> str:
     if last > MAX_PORT:
         need = f"the last worker would serve on {last}; set it to {first + MAX_PORT - last} or less"
         raise ConfigError(f"telemetry.metrics_port = {first} leaves no room: {need}")
+    remedies = "set telemetry.metrics_port = 0 for free ones", "set telemetry.metrics_host"
     for port in range(first, last + 1):
-        _require_free(host, port)
+        open_listener(host, port, remedies=remedies, what="metrics").close()
     return f"{host}, ports {first} to {last}" if first else f"{host}, free ports"
-
-
-def _require_free(host: str, port: int) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            remedy = "set telemetry.metrics_port = 0 for free ones" if error.errno == errno.EADDRINUSE else "set telemetry.metrics_host"
-            raise EnvironmentProblem(f"can't serve metrics on {host}:{port}: {error.strerror}; {remedy}") from None

@@ -129,7 +129,7 @@ class CausalModel:
 
     def tensors(self) -> dict[str, Tensor]:
         """Give the weights, by Hugging Face name; views."""
-        return {name: parameter.detach() for name, parameter in self._module.named_parameters()}
+        return _parameters(self._module)
 
     def read_weights(self, folder: Path) -> dict[str, Tensor]:
         """Load the weights of a folder beside these, on the CPU, in this model's dtype.
@@ -138,7 +138,7 @@ class CausalModel:
             ConfigError: The folder is missing or holds no model of this family.
         """
         other = load_causal_lm(folder, attention="eager", dtype=self._module.dtype, device=torch.device("cpu"), loader=self.family.loader)
-        return {name: parameter.detach() for name, parameter in other.named_parameters()}
+        return _parameters(other)
 
     def replace_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Take other weights of the same model, in Hugging Face names; on an error the old ones stay.
@@ -178,3 +178,7 @@ def _require_known_attention(module: PreTrainedModel, path: Path) -> None:
     if other := attention_kinds(module) - known:
         rule = f"engine 'transformers' serves {FULL} alone, and {LINEAR} as {' and '.join(LINEAR_MODELS)} have it"
         raise ConfigError(f"the model in {path} has layers of type {min(other)}, and {rule}; choose another engine")
+
+
+def _parameters(module: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}

@@ -67,11 +67,11 @@ class TransformersEngine:
         self.policy_version = policy_version
         self._config = config
         self._model = CausalModel(model_path, config=model)
-        max_rows, max_tokens = _rounded(config.max_running_samples, self._model.row_block), _rounded(config.max_context_tokens, TOKEN_BLOCK)
+        self._row_block = self._model.row_block
+        max_rows, max_tokens = _rounded(config.max_running_samples, self._row_block), _rounded(config.max_context_tokens, TOKEN_BLOCK)
         self._cache = RowCache(max_rows=max_rows, max_tokens=max_tokens)
         self._table = RowTable(max_rows=max_rows, max_tokens=config.max_context_tokens, experts=self._model.experts)
         self._rule = measure_invariance(self._model, max_rows=max_rows)
-        self._row_block = self._model.row_block
         self._prompt_block = TOKEN_BLOCK if self._model.pads_prompts else 1
         self._waiting: deque[Sample] = deque()
         self._finished: list[GeneratedSample] = []

@@ -16,7 +16,6 @@ Placeholders that the policy wrote itself are tokens like any other: only those 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from relax_events.errors import ConfigError, MediaError, PoisonSample
 from relax_events.events.parts import MediaRef, Modality
 from relax_events.models.geometry import PictureGeometry
 from relax_events.models.media_blocks import MediaBlock, heard_block, in_order_of_time, seen_block
+from relax_events.models.settings_file import read_settings
 from relax_events.models.showing import ClipShowing, PictureShowing, Showing, SoundShowing
 
 CLIP = re.compile(r"<\|vision_start\|><\|video_pad\|><\|vision_end\|>|<\|video_pad\|>")
@@ -67,11 +67,11 @@ class MediaLayout:
         Raises:
             ConfigError: Its settings for media are missing or not known.
         """
-        settings = _json(path / "config.json") if (path / "config.json").is_file() else {}
+        settings = read_settings(path / "config.json") if (path / "config.json").is_file() else {}
         family = MEDIA_FAMILIES.get(str(settings.get("model_type")))
         if family is None:
             return None
-        processor = _json(path / "preprocessor_config.json")
+        processor = read_settings(path / "preprocessor_config.json")
         try:
             return family.of(settings, processor, config)
         except (KeyError, TypeError, ValueError) as error:
@@ -252,15 +252,3 @@ def _tokens(settings: Mapping[str, Any], modalities: Sequence[Modality]) -> dict
 
 def _ids(blocks: Sequence[MediaBlock]) -> Int64[np.ndarray, " media_tokens"]:
     return np.concatenate([np.zeros(0, np.int64), *(block.ids for block in blocks)])
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path} can't be read: {error}; take the model's folder as it was published, or have `relax models prepare` make one"
-        ) from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds no JSON object; take the model's folder as it was published")
-    return tree

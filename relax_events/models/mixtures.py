@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import orjson
+from relax_events.models.settings_file import read_settings
 
 NUM_EXPERTS = ("num_experts", "num_local_experts")
 """What transformers calls their number, by family."""
@@ -25,5 +25,9 @@ def mixture_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def has_experts(path: Path) -> bool:
-    """Tell whether the model in a folder in Hugging Face layout is a mixture of experts."""
-    return mixture_of(orjson.loads((path / "config.json").read_bytes())) is not None
+    """Tell whether the model in a folder in Hugging Face layout is a mixture of experts.
+
+    Raises:
+        ConfigError: Its `config.json` can't be read.
+    """
+    return mixture_of(read_settings(path / "config.json")) is not None

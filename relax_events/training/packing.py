@@ -204,7 +204,6 @@ def _given_experts(samples: Sequence[TokenSequence], lengths: NDArray[np.int64],
     return GivenExperts(chosen, is_given)
 
 
-
 def _checked_length(sample: TokenSequence) -> int:
     tokens, mask = plain(sample, "tokens"), plain(sample, "loss_mask")
     if not len(tokens) or tokens.shape != mask.shape:

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from pathlib import Path
-from typing import Any
 
 import pytest
 from engine_requests import MakeEngine, make_engine, tiny_model
 from routed_engines import make_router, make_sites
 from served_model import served
-from sglang_servers import await_ready
-
-from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
-from relax_events.engines.protocol import Engine
-from relax_events.engines.sglang.checkpoint import ModelFolder
-from relax_events.engines.sglang.engine import SGLangEngine
-from relax_events.engines.sglang.process import ServerProcess
-
-BOUNDS: dict[str, Any] = {"max_running_samples": 16, "max_context_tokens": 512}
+from sglang_servers import BOUNDS, engines_at, started_server
 
 
 @pytest.fixture(scope="session")
@@ -29,15 +19,8 @@ def server_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         yield given
         return
     sglang_python = request.getfixturevalue("sglang_python")
-    path = tiny_model()
-    config = EngineConfig(**BOUNDS, sglang=SGLangConfig(python=sglang_python))
-    process = ServerProcess(ModelFolder.read(path), tmp_path_factory.mktemp("server"), config=config, settings=ModelConfig(path=path))
-    process.start(path, name="session")
-    try:
-        await_ready(process)
-        yield process.url
-    finally:
-        process.kill()
+    with started_server(tiny_model(), tmp_path_factory.mktemp("server"), python=sglang_python) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")
@@ -50,29 +33,15 @@ def our_url() -> Iterator[str]:
 @pytest.fixture
 def make_sglang(server_url: str) -> Iterator[MakeEngine]:
     """Return a maker of engines on the session's server: one at a time."""
-    yield from makers_of(server_url)
+    with engines_at(server_url) as make:
+        yield make
 
 
 @pytest.fixture
 def make_served(our_url: str) -> Iterator[MakeEngine]:
     """Return a maker of engines on our own server: one at a time."""
-    yield from makers_of(our_url)
-
-
-def makers_of(url: str) -> Iterator[MakeEngine]:
-    """Give a maker of engines that take a server over, and close them."""
-    engines: list[SGLangEngine] = []
-
-    def make(path: Path | None = None, **settings: Any) -> Engine:
-        path = path or tiny_model()
-        config = EngineConfig(**BOUNDS | settings, sglang=SGLangConfig(urls=(url,)))
-        engines.append(SGLangEngine(path, config=config, model=ModelConfig(path=path)))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.abort()
-        engine.close()
+    with engines_at(our_url) as make:
+        yield make
 
 
 @pytest.fixture

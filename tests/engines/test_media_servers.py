@@ -15,16 +15,13 @@ from engine_requests import MakeEngine, continued, finish
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.torch import load_file
-from sglang_servers import await_ready
+from sglang_servers import engines_at, started_server
 
-from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest
 from relax_events.engines.sglang import generation, media_wire
 from relax_events.engines.sglang.checkpoint import ModelFolder
-from relax_events.engines.sglang.engine import SGLangEngine
 from relax_events.engines.sglang.flights import Flight
 from relax_events.engines.sglang.media_wire import HEAD
-from relax_events.engines.sglang.process import ServerProcess
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import FinishReason, Modality, VersionSegment
 from relax_events.media.items import MediaItem
@@ -46,36 +43,15 @@ TOLERANCE = 1e-5
 @pytest.fixture(scope="module")
 def url(sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Give the address of a server on the tiny model that sees."""
-    path = picture_model()
-    config = EngineConfig(max_running_samples=16, max_context_tokens=512, sglang=SGLangConfig(python=sglang_python))
-    process = ServerProcess(ModelFolder.read(path), tmp_path_factory.mktemp("server"), config=config, settings=ModelConfig(path=path))
-    process.start(path, name="session")
-    try:
-        await_ready(process)
-        yield process.url
-    finally:
-        process.kill()
+    with started_server(picture_model(), tmp_path_factory.mktemp("server"), python=sglang_python) as url:
+        yield url
 
 
 @pytest.fixture
 def make(url: str) -> Iterator[MakeEngine]:
     """Return a maker of engines on the server: one at a time."""
-    engines: list[Engine] = []
-
-    def make(**settings: Any) -> Engine:
-        engines.append(engine_at(url, picture_model(), **settings))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.abort()
-        engine.close()
-
-
-def engine_at(url: str, path: Path, **settings: Any) -> Engine:
-    """Take a server over."""
-    config = EngineConfig(**{"max_running_samples": 16, "max_context_tokens": 512} | settings, sglang=SGLangConfig(urls=(url,)))
-    return SGLangEngine(path, config=config, model=ModelConfig(path=path, media=BOUNDS))
+    with engines_at(url, path=picture_model(), media=BOUNDS) as make:
+        yield make
 
 
 @pytest.fixture

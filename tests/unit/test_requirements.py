@@ -81,6 +81,15 @@ def test_replay_of_routing_needs_a_mixture_of_experts(make_run_config: MakeRunCo
             require_model(make_run_config(**settings))
 
 
+def test_torn_settings_of_a_model_are_refused_with_their_path(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
+    (whole_model(tmp_path / "model") / "config.json").write_text('{"num_experts": 8, "num_exp')
+    with pytest.raises(ConfigError, match=r"model/config.json can't be read: unexpected end of data.*; take the model's folder as it was published"):
+        require_model(make_run_config(model={"routing_replay": "rollout"}))
+    (tmp_path / "model" / "config.json").write_text("[8]")
+    with pytest.raises(ConfigError, match=r"model/config.json holds no JSON object; take the model's folder as it was published"):
+        require_model(make_run_config(model={"routing_replay": "rollout"}))
+
+
 def test_critic_of_its_own_is_looked_for_where_there_is_one(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
     whole_model(tmp_path / "model")
     critic = {"model_path": str(tmp_path / "critic")}

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_requests import continued, finish, make_engine, make_request, other_weights, plain_logprobs, plain_model, step, tiny_model
+from engine_requests import continued, finish, generated, make_engine, make_request, other_weights, plain_logprobs, plain_model, step, tiny_model
 from routed_samples import chosen_by, routed_logprobs
 
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.engines.transformers import TransformersEngine
 from relax_events.errors import ConfigError, PoisonSample
-from relax_events.events.parts import FinishReason, VersionSegment
 from workers.rolled_out import recorded_experts
 
 FAMILY = "qwen3_moe"
@@ -110,27 +109,15 @@ def test_model_without_experts_is_refused_by_name() -> None:
 
 def test_experts_are_recorded_only_where_they_are_replayed(make_run_config: Any) -> None:
     asking, experts = make_run_config(model={"routing_replay": "rollout"}), np.zeros((4, 2, 2), np.uint8)
-    assert recorded_experts(generated(experts), asking, num_tokens=5) is experts
-    assert recorded_experts(generated(experts), make_run_config(), num_tokens=5) is None
+    assert recorded_experts(generated(routed_experts=experts), asking, num_tokens=5) is experts
+    assert recorded_experts(generated(routed_experts=experts), make_run_config(), num_tokens=5) is None
 
 
 @pytest.mark.parametrize(("experts", "got"), [(None, "none"), (np.zeros((3, 2, 2), np.uint8), "those of 3")])
 def test_engine_that_does_not_tell_of_experts_is_refused_with_what_to_do(experts: np.ndarray | None, got: str, make_run_config: Any) -> None:
     need = rf"needs the experts that 4 tokens of sample 000000-0000-0/0 .* gave {got}; take another engine, or routing_replay = 'none'"
     with pytest.raises(ConfigError, match=need):
-        recorded_experts(generated(experts), make_run_config(model={"routing_replay": "rollout"}), num_tokens=5)
-
-
-def generated(experts: np.ndarray | None) -> GeneratedSample:
-    return GeneratedSample(
-        sample_id="000000-0000-0/0",
-        prompt_group_id="000000-0000-0",
-        tokens=np.array([5, 6], np.int32),
-        logprobs=np.zeros(2, np.float32),
-        segments=(VersionSegment(0, 2),),
-        finish_reason=FinishReason.STOP,
-        routed_experts=experts,
-    )
+        recorded_experts(generated(routed_experts=experts), make_run_config(model={"routing_replay": "rollout"}), num_tokens=5)
 
 
 def test_reference_by_hand_is_the_model() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import socket
 import threading
 from collections.abc import Callable
@@ -14,10 +13,9 @@ from relax_events.config import RunConfig, ScalingConfig
 from relax_events.control.scaling.desk import Errand, ScaleDesk
 from relax_events.control.scaling.place import ApiPlace
 from relax_events.errors import EnvironmentProblem
-from relax_events.listening import open_listener, url_of
+from relax_events.listening import missing_package, open_listener, url_of
 
 log = structlog.get_logger()
-PACKAGES = ("fastapi", "uvicorn")
 CLOSE_SECONDS = 5.0
 KEEP_ALIVE_SECONDS = 5
 
@@ -28,9 +26,9 @@ def is_served(config: ScalingConfig) -> bool:
     Raises:
         EnvironmentProblem: It shall, and a package that it needs is not installed.
     """
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    missing = missing_package()
     if missing and config.api == "on":
-        raise EnvironmentProblem(f"scaling.api = 'on' and {missing[0]} is not installed; install relax-events[api]")
+        raise EnvironmentProblem(f"scaling.api = 'on' and {missing} is not installed; install relax-events[api]")
     return config.api != "off" and not missing
 
 

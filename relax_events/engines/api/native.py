@@ -23,7 +23,6 @@ from relax_events.engines.sglang.checkpoint import single_tensors
 from relax_events.engines.sglang.client import SUPPORTED
 from relax_events.engines.sglang.fingerprints import Recipe
 from relax_events.errors import EngineFailed, PoisonSample, RelaxError
-from relax_events.weights import Weights
 
 PROBE_SECONDS = 20.0
 Logprob = tuple[float | None, int, str | None]
@@ -53,11 +52,10 @@ def _asking(respondent: Respondent, *, is_incremental: bool) -> APIRouter:
     async def generate(request: Request, body: GenerateBody) -> Response:
         """Generate for one prompt or several."""
         asked = _Asked(respondent, body, is_incremental=is_incremental)
-        questions = [question for place in range(body.num_prompts) for question in asked.questions(place)]
         asked.input_logprobs = await station.call(asked.input_scores)
         if body.stream:
-            return StreamingResponse(event_stream(_events(asked, questions)), media_type="text/event-stream")
-        return JSONResponse(await unless_gone(request, _whole(asked, questions)))
+            return StreamingResponse(event_stream(_events(asked)), media_type="text/event-stream")
+        return JSONResponse(await unless_gone(request, _whole(asked)))
 
     @routes.post("/abort_request")
     async def abort_request(body: AbortBody) -> Response:
@@ -132,7 +130,7 @@ def _steering(station: Station) -> APIRouter:
         if body.abort_all_requests:
             await station.abort(None)
         try:
-            await station.load(lambda: Weights(0, station.engine.read_weights(Path(body.model_path)), b""), name=body.weight_version)
+            await station.load(lambda: station.engine.read_weights(Path(body.model_path)), name=body.weight_version)
         except RelaxError as error:
             return JSONResponse({"success": False, "message": str(error)}, status_code=400)
         return JSONResponse({"success": True, "message": "loaded"})
@@ -151,15 +149,22 @@ def _checksums(tensors: dict[str, Any]) -> dict[str, str]:
 
 
 class _Asked:
-    """A call of `/generate` on its way."""
+    """A call of `/generate` on its way.
+
+    Attributes:
+        respondent: Answers.
+        questions: One for each sample of each prompt, in the order of the answers.
+    """
 
     def __init__(self, respondent: Respondent, body: GenerateBody, *, is_incremental: bool) -> None:
         self.body, self.input_logprobs = body, dict[int, list[Logprob]]()
-        self._respondent, self._is_incremental = respondent, is_incremental and body.stream
+        self.respondent, self._is_incremental = respondent, is_incremental and body.stream
         self._prompts = [self._prompt(place) for place in range(body.num_prompts)]
+        asked = [(place, question) for place in range(body.num_prompts) for question in self._questions(place)]
+        self._places, self.questions = [place for place, _ in asked], [question for _, question in asked]
         self._shown: dict[str, tuple[int, str]] = {}
 
-    def questions(self, place: int) -> list[Question]:
+    def _questions(self, place: int) -> list[Question]:
         """Return what is asked of a prompt, once for each of its samples."""
         params: SamplingParams = self.body.of("sampling_params", place)
         rid: str = self.body.of("rid", place) or secrets.token_hex(16)
@@ -168,33 +173,21 @@ class _Asked:
         tokens = self._prompts[place]
         return [Question(rid=name, tokens=tokens, params=params, num_top=num_top, is_streamed=self.body.stream) for name in names]
 
-    def place_of(self, number: int) -> int:
-        """Return which prompt a question is of, counted over all prompts and samples."""
-        for place in range(self.body.num_prompts):
-            number -= self.body.of("sampling_params", place).n
-            if number < 0:
-                return place
-        raise AssertionError("there are as many questions as samples")
-
     def input_scores(self) -> dict[int, list[Logprob]]:
-        """Compute the prompts' own log-probabilities, by place, where they are wanted; called by the engine's thread.
-
-        Raises:
-            PoisonSample: The prompt is empty.
-        """
+        """Compute the prompts' own log-probabilities, by place, where they are wanted; called by the engine's thread."""
         scores = {}
         for place, tokens in enumerate(self._prompts):
             start = self.body.of("logprob_start_len", place)
             if self.body.of("return_logprob", place) and start >= 0:
-                found: list[float | None] = [None, *self._respondent.station.engine.score(tokens).tolist()]
+                found: list[float | None] = [None, *self.respondent.station.engine.score(tokens).tolist()]
                 scores[place] = self._entries(tokens[start:], found[start:])
         return scores
 
-    def event(self, number: int, question: Question, answer: Answer) -> dict[str, Any]:
+    def event(self, number: int, answer: Answer) -> dict[str, Any]:
         """Write an answer as SGLang does: all of it, or what is new since the last event."""
+        question, place, version = self.questions[number], self._places[number], self.respondent.station.names[-1]
         tokens, text = self._shown.get(question.rid, (0, "")) if self._is_incremental else (0, "")
         self._shown[question.rid] = (len(answer.tokens), answer.text)
-        place, version = self.place_of(number), self._respondent.station.names[-1]
         meta: dict[str, Any] = {
             "id": question.rid,
             "finish_reason": answer.finish,
@@ -213,37 +206,32 @@ class _Asked:
                 meta["output_top_logprobs"] = [self._entries(row, [None] * len(row)) for row in answer.top_tokens[tokens:]]
         return {"text": answer.text[len(text) :], "output_ids": answer.tokens[tokens:].tolist(), "meta_info": meta, "index": number}
 
-    @property
-    def respondent(self) -> Respondent:
-        """Answers."""
-        return self._respondent
-
     def _prompt(self, place: int) -> NDArray[np.int32]:
         given = self.body.of("text" if self.body.input_ids is None else "input_ids", place)
-        tokens = self._respondent.renderer.encode(given) if isinstance(given, str) else np.array(given, np.int64)
-        if len(tokens) == 0 or tokens.min() < 0 or tokens.max() >= self._respondent.station.engine.vocab_size:
-            vocabulary = f"ids from 0 to {self._respondent.station.engine.vocab_size - 1}"
+        tokens = self.respondent.renderer.encode(given) if isinstance(given, str) else np.array(given, np.int64)
+        if len(tokens) == 0 or tokens.min() < 0 or tokens.max() >= self.respondent.station.engine.vocab_size:
+            vocabulary = f"ids from 0 to {self.respondent.station.engine.vocab_size - 1}"
             raise PoisonSample(f"prompt {place} must have at least one token, of {vocabulary}; got {tokens.tolist()[:8]}")
         return tokens.astype(np.int32)
 
     def _entries(self, tokens: NDArray[np.int32], logprobs: Sequence[float | None]) -> list[Logprob]:
         texts: list[str | None] = [None] * len(tokens)
         if self.body.return_text_in_logprobs:
-            texts = [self._respondent.text(tokens[place : place + 1], skip_special_tokens=False) for place in range(len(tokens))]
+            texts = [self.respondent.text(tokens[place : place + 1], skip_special_tokens=False) for place in range(len(tokens))]
         values = (value if value is not None and np.isfinite(value) else None for value in logprobs)
         return list(zip(values, tokens.tolist(), texts, strict=True))
 
 
-async def _events(asked: _Asked, questions: list[Question]) -> AsyncGenerator[bytes]:
-    async with aclosing(merged(asked.respondent, questions)) as answers:
+async def _events(asked: _Asked) -> AsyncGenerator[bytes]:
+    async with aclosing(merged(asked.respondent, asked.questions)) as answers:
         async for number, answer in answers:
-            yield orjson.dumps(asked.event(number, questions[number], answer))
+            yield orjson.dumps(asked.event(number, answer))
 
 
-async def _whole(asked: _Asked, questions: list[Question]) -> Any:
-    async with aclosing(merged(asked.respondent, questions)) as answers:
-        found = {number: asked.event(number, questions[number], answer) async for number, answer in answers}
-    replies = [found[number] for number in range(len(questions))]
+async def _whole(asked: _Asked) -> Any:
+    async with aclosing(merged(asked.respondent, asked.questions)) as answers:
+        found = {number: asked.event(number, answer) async for number, answer in answers}
+    replies = [found[number] for number in range(len(asked.questions))]
     return replies if asked.body.is_batch or len(replies) > 1 else replies[0]
 
 

@@ -12,12 +12,13 @@ import asyncio
 import queue
 import secrets
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import structlog
+from torch import Tensor
 
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.engines.transformers import TransformersEngine
@@ -149,19 +150,19 @@ class Station:
 
         await self.call(start)
 
-    async def load(self, read: Callable[[], Weights], *, name: str) -> None:
+    async def load(self, read: Callable[[], Mapping[str, Tensor]], *, name: str) -> None:
         """Go over to other weights; what runs goes on under them, its cache computed again unless it was paused in place.
 
         Args:
-            read: Gives them; called in a thread of its own.
+            read: Gives them by name; called in a thread of its own.
             name: What tokens from here on say.
         Raises:
             WeightsError, ConfigError: They don't fit, or can't be read; the old ones serve.
         """
-        weights = await asyncio.to_thread(read)
+        tensors = await asyncio.to_thread(read)
 
         def swap() -> None:
-            version = Weights(len(self.names), weights.tensors, weights.digest)
+            version = Weights(len(self.names), tensors, b"")
             self.engine.load_weights(version, on_running="swap" if self._pause == "in_place" else "restart")
             self.names.append(name or self.names[-1])
 

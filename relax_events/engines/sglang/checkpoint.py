@@ -22,6 +22,7 @@ from relax_events.errors import ConfigError, WeightsError
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.models.media_layout import MediaLayout
 from relax_events.models.mixtures import mixture_of
+from relax_events.models.settings_file import read_settings
 from relax_events.weights.artifacts import file_shares
 
 FUSED_EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)$")
@@ -70,11 +71,7 @@ class ModelFolder:
         Raises:
             ConfigError: It is missing, holds no language model in safetensors, or no experts where these are to be recorded.
         """
-        try:
-            config = orjson.loads((path / "config.json").read_bytes())
-        except (OSError, ValueError) as error:
-            remedy = "give a folder in Hugging Face layout, or have `relax models prepare` make one"
-            raise ConfigError(f"model.path = {path} holds no config.json that can be read ({error}); {remedy}") from error
+        config = read_settings(path / "config.json")
         text = config.get("text_config", config)
         shapes = {name: shape for file in sorted(path.glob("*.safetensors")) for name, shape in _header(file)}
         if not shapes or "vocab_size" not in text:

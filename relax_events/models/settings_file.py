@@ -1,0 +1,26 @@
+"""The JSON files beside a model's weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from relax_events.errors import ConfigError
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read such a file, as `config.json`.
+
+    Raises:
+        ConfigError: It can't be read, or holds no JSON object.
+    """
+    try:
+        tree = orjson.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        remedy = "take the model's folder as it was published, or have `relax models prepare` make one"
+        raise ConfigError(f"{path} can't be read: {error}; {remedy}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds no JSON object; take the model's folder as it was published")
+    return tree
