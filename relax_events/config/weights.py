@@ -15,6 +15,8 @@ class WeightsConfig(Section):
     transport: Literal["store", "gloo", "nccl"] = "store"
     """`store`: from the object store. `gloo`, `nccl`: the trainer sends them to the rollout workers that are present, over TCP or between GPUs;
     who was not there, or did not get a version whole and in time, takes it from the store."""
+    shares_memory: bool = True
+    """Write a version straight into the memory of workers that run beside the trainer, as its user and in its container, in place of sending it."""
     overlap: bool = False
     """Write a version, and commit the step that made it, while the next step is trained; else the trainer waits for the store."""
     full_every: Annotated[int, Field(ge=1, le=1000)] = 1

@@ -1,4 +1,4 @@
-"""Trainer and engines, real gloo between them, engines in processes of their own where they are killed: nobody waits for a bad one."""
+"""Trainer and engines, real gloo or memory between them, engines in processes of their own where they are killed: nobody waits for a bad one."""
 
 from __future__ import annotations
 
@@ -65,11 +65,12 @@ def until(condition: Callable[[], bool], what: str) -> None:
 class Trainer:
     """A trainer's side, and the lists that it wrote."""
 
-    def __init__(self, store: ObjectStore, *, bucket_bytes: int = 1024, last_list: int = 0) -> None:
+    def __init__(self, store: ObjectStore, way: str, *, bucket_bytes: int = 1024, last_list: int = 0) -> None:
         self.lists: list[EnginesEnlisted] = []
         self.listeners: list[Callable[[EnginesEnlisted], object]] = []
         self.metrics = WorkerMetrics("trainer")
-        config = WeightsConfig(transport="gloo", bucket_bytes=bucket_bytes, deadline_seconds=10.0, stall_seconds=STALL_SECONDS)
+        seconds = {"deadline_seconds": 10.0, "stall_seconds": STALL_SECONDS}
+        config = WeightsConfig(transport="gloo", shares_memory=way == "memory", bucket_bytes=bucket_bytes, **seconds)
         self.broadcaster = Broadcaster(config, metrics=self.metrics.weights, announce=self._tell, last_list=last_list)
         self._transport = SendingTransport(store, self.broadcaster)
 
@@ -170,9 +171,15 @@ def opened() -> Iterator[ExitStack]:
         yield stack
 
 
+@pytest.fixture(params=["memory", "gloo"])
+def way(request: pytest.FixtureRequest) -> str:
+    """Have versions written where the engine reads them, or sent by gloo."""
+    return str(request.param)
+
+
 @pytest.fixture
-def trainer(store: ObjectStore, opened: ExitStack) -> Trainer:
-    return opened.enter_context(closing(Trainer(store)))
+def trainer(store: ObjectStore, opened: ExitStack, way: str) -> Trainer:
+    return opened.enter_context(closing(Trainer(store, way)))
 
 
 @pytest.fixture
@@ -191,7 +198,9 @@ def failures(metrics: WorkerMetrics) -> dict[str, float]:
     return {sample.labels["reason"]: sample.value for family in metrics.registry.collect() for sample in family.samples if sample.name == name}
 
 
-def test_engine_takes_its_first_version_from_the_store_and_the_next_from_the_trainer(trainer: Trainer, make_engine: Callable[[str], Engine]) -> None:
+def test_engine_takes_its_first_version_from_the_store_and_the_next_from_the_trainer(
+    trainer: Trainer, make_engine: Callable[[str], Engine], way: str
+) -> None:
     engine = make_engine("rollout-0")
     assert engine.fetch(trainer.publish(0)) == "store"
     trainer.until_joined("rollout-0")
@@ -199,12 +208,12 @@ def test_engine_takes_its_first_version_from_the_store_and_the_next_from_the_tra
         published = trainer.publish(version)
         engine.until_arrived(version)
         assert engine.woken.acquire(timeout=PATIENCE_SECONDS)
-        assert engine.fetch(published) == "gloo"
+        assert engine.fetch(published) == way
     assert [(told.list_version, told.engines) for told in trainer.lists] == [(1, []), (2, ["rollout-0"])]
     assert (failures(trainer.metrics), failures(engine.metrics)) == ({}, {})
 
 
-def test_lists_are_written_when_engines_join_and_leave_and_at_no_other_time(trainer: Trainer, make_engine: Callable[[str], Engine]) -> None:
+def test_lists_are_written_when_engines_join_and_leave_and_at_no_other_time(trainer: Trainer, make_engine: Callable[[str], Engine], way: str) -> None:
     first = trainer.publish(0)
     engines = {name: make_engine(name) for name in ("rollout-0", "rollout-1")}
     for name, engine in engines.items():
@@ -213,7 +222,7 @@ def test_lists_are_written_when_engines_join_and_leave_and_at_no_other_time(trai
     second = trainer.publish(1)
     for engine in engines.values():
         engine.until_arrived(1)
-        assert engine.fetch(second) == "gloo"
+        assert engine.fetch(second) == way
     engines["rollout-0"].close()
     trainer.until_joined("rollout-1")
     assert [(told.list_version, told.engines) for told in trainer.lists] == [
@@ -224,18 +233,18 @@ def test_lists_are_written_when_engines_join_and_leave_and_at_no_other_time(trai
     ]
 
 
-def test_version_that_arrived_is_not_served_when_another_one_was_published(trainer: Trainer, store: ObjectStore, make_engine: Any) -> None:
+def test_version_that_arrived_is_not_served_when_another_one_was_published(trainer: Trainer, store: ObjectStore, make_engine: Any, way: str) -> None:
     engine = make_engine("rollout-0")
     engine.fetch(trainer.publish(0))
     trainer.until_joined("rollout-0")
     trainer.publish(1, tensors_of(99))  # a trainer that died before its commit
     engine.until_arrived(1)
-    with closing(Trainer(store)) as successor:
+    with closing(Trainer(store, way)) as successor:
         assert engine.fetch(successor.publish(1)) == "store"
     assert failures(engine.metrics) == {"torn": 1}
 
 
-def test_altered_bucket_is_noticed_on_both_sides(trainer: Trainer, make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_altered_bucket_is_noticed_on_both_sides(trainer: Trainer, make_engine: Any, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     engine = make_engine("rollout-0")
     engine.fetch(trainer.publish(0))
     trainer.until_joined("rollout-0")
@@ -256,10 +265,10 @@ def test_altered_bucket_is_noticed_on_both_sides(trainer: Trainer, make_engine: 
     until(lambda: len(trainer.lists) >= 4, "the engine has left, and joined again")
     published = trainer.publish(2)
     engine.until_arrived(2)
-    assert engine.fetch(published) == "gloo"
+    assert engine.fetch(published) == way
 
 
-def test_version_with_other_tensors_is_left_to_the_store_and_becomes_the_rule(trainer: Trainer, make_engine: Any) -> None:
+def test_version_with_other_tensors_is_left_to_the_store_and_becomes_the_rule(trainer: Trainer, make_engine: Any, way: str) -> None:
     engine = make_engine("rollout-0")
     engine.fetch(trainer.publish(0))
     trainer.until_joined("rollout-0")
@@ -271,7 +280,7 @@ def test_version_with_other_tensors_is_left_to_the_store_and_becomes_the_rule(tr
     until(lambda: len(trainer.lists) >= 4, "the engine has left, and joined again")
     published = trainer.publish(2, tensors_of(2) | {"model.unknown.weight": torch.zeros(3)})
     engine.until_arrived(2)
-    assert engine.transport.fetch(published).transport == "gloo"
+    assert engine.transport.fetch(published).transport == way
 
 
 def test_nobody_joins_without_the_ticket(trainer: Trainer) -> None:
@@ -283,21 +292,21 @@ def test_nobody_joins_without_the_ticket(trainer: Trainer) -> None:
     assert trainer.broadcaster.engines == []
 
 
-def test_engine_joins_the_trainer_that_comes_after(trainer: Trainer, store: ObjectStore, make_engine: Any) -> None:
+def test_engine_joins_the_trainer_that_comes_after(trainer: Trainer, store: ObjectStore, make_engine: Any, way: str) -> None:
     engine = make_engine("rollout-0")
     engine.fetch(trainer.publish(0))
     trainer.until_joined("rollout-0")
-    with closing(Trainer(store, last_list=trainer.lists[-1].list_version)) as successor:  # the one before hangs, and keeps its line
+    with closing(Trainer(store, way, last_list=trainer.lists[-1].list_version)) as successor:  # the one before hangs, and keeps its line
         successor.tell(engine.note)
         successor.until_joined("rollout-0")
         published = successor.publish(1)
         engine.until_arrived(1)
-        assert engine.fetch(published) == "gloo"
+        assert engine.fetch(published) == way
         assert [told.list_version for told in successor.lists] == [3, 4]
     trainer.until_joined()
 
 
-def test_version_that_the_store_did_not_get_is_nobodys(trainer: Trainer, store: ObjectStore, make_engine: Any, monkeypatch: Any) -> None:
+def test_version_that_the_store_did_not_get_is_nobodys(trainer: Trainer, store: ObjectStore, make_engine: Any, monkeypatch: Any, way: str) -> None:
     engine = make_engine("rollout-0")
     engine.fetch(trainer.publish(0))
     trainer.until_joined("rollout-0")
@@ -313,12 +322,12 @@ def test_version_that_the_store_did_not_get_is_nobodys(trainer: Trainer, store: 
     until(lambda: len(trainer.lists) >= 4, "the engine has left, and joined again")
     published = trainer.publish(1)  # trained again
     engine.until_arrived(1)
-    assert engine.fetch(published) == "gloo"
+    assert engine.fetch(published) == way
 
 
 @pytest.mark.parametrize("action", ["kill", "stop"])
 def test_engine_that_dies_or_hangs_on_the_way_holds_up_nobody(
-    trainer: Trainer, store: ObjectStore, make_engine: Any, opened: ExitStack, tmp_path: Path, action: str
+    trainer: Trainer, store: ObjectStore, make_engine: Any, opened: ExitStack, tmp_path: Path, action: str, way: str
 ) -> None:
     healthy = make_engine("rollout-0")
     victim = opened.enter_context(closing(EngineProcess(store, "rollout-1", folder=tmp_path, failpoint=f"rollout.receiving:3={action}")))
@@ -328,12 +337,12 @@ def test_engine_that_dies_or_hangs_on_the_way_holds_up_nobody(
     trainer.until_joined("rollout-0", "rollout-1")
     published = trainer.publish(1)
     healthy.until_arrived(1)
-    assert healthy.fetch(published) == "gloo"
+    assert healthy.fetch(published) == way
     trainer.until_joined("rollout-0")
     assert failures(trainer.metrics) == {"lost": 1}
     published = trainer.publish(2)
     healthy.until_arrived(2)
-    assert healthy.fetch(published) == "gloo"
+    assert healthy.fetch(published) == way
     if action == "stop":
         victim.process.send_signal(signal.SIGCONT)
         assert victim.fetch(published) == "store"

@@ -56,7 +56,12 @@ def test_layouts_have_one_digest_when_names_dtypes_and_shapes_agree(tensors: dic
     assert Layout.of({name: tensor * 0 for name, tensor in tensors.items()}).digest == Layout.of(tensors).digest
 
 
-def test_bucket_within_a_tensor_is_sent_from_where_it_lies() -> None:
-    tensors = {"a": torch.arange(64, dtype=torch.float32)}
-    data = Layout.of(tensors).filled(range(64, 128), tensors, staging=torch.empty(64, dtype=torch.uint8))
-    assert data.data_ptr() == tensors["a"].data_ptr() + 64
+def test_large_tensors_are_sent_from_where_they_lie_and_small_ones_together() -> None:
+    sizes = {"a": 8, "b": 2000, "c": 8, "d": 8, "e": 496}
+    tensors = {name: torch.arange(size, dtype=torch.float32) for name, size in sizes.items()}
+    layout, staging = Layout.of(tensors), torch.empty(4096, dtype=torch.uint8)
+    buckets = layout.buckets(max_bytes=4096)
+    assert [[place.name for place, _ in layout.within(bucket)] for bucket in buckets] == [["a"], ["b"], ["b"], ["c", "d"], ["e"]]
+    data = [layout.filled(bucket, tensors, staging=staging).data_ptr() for bucket in buckets]
+    lies = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    assert data == [staging.data_ptr(), lies["b"], lies["b"] + 4096, staging.data_ptr(), lies["e"]]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
+from itertools import pairwise
 
 import torch
 from blake3 import blake3
@@ -18,6 +19,8 @@ from relax_events.weights.manifest import tensor_header
 
 ALIGNMENT = 64
 """Tensors begin at multiples of this, so that each can be looked at where it lies."""
+SMALL_SHARE = 16
+"""What has less than this part of a bucket is gathered in one with its neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,16 @@ class Layout:
         return [place.start for place in self.places]
 
     def buckets(self, *, max_bytes: int) -> list[range]:
-        """Cut the row into ranges of at most `max_bytes`, which is a multiple of ALIGNMENT."""
-        return [range(start, min(start + max_bytes, self.num_bytes)) for start in range(0, self.num_bytes, max_bytes)]
+        """Cut the row into ranges of at most `max_bytes`, a multiple of ALIGNMENT; a large tensor shares none: it is sent from where it lies."""
+        cuts, stops = [0], [*self._starts, self.num_bytes][1:]
+        for place, stop in zip(self.places, stops, strict=True):
+            is_large = place.num_bytes * SMALL_SHARE >= max_bytes
+            if cuts[-1] < place.start and (is_large or stop - cuts[-1] > max_bytes):
+                cuts.append(place.start)
+            if is_large:
+                cuts += [*range(place.start + max_bytes, stop, max_bytes), stop]
+        bounds = dict.fromkeys([*cuts, self.num_bytes])
+        return [range(*pair) for pair in pairwise(bounds)]
 
     def within(self, bucket: range) -> Iterator[tuple[Place, range]]:
         """Give the tensors that have bytes in a bucket, or are empty and begin in it, with which of the row's bytes those are."""

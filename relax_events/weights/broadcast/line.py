@@ -1,9 +1,10 @@
 """The line on which trainer and engine's worker agree about each transfer: JSON, one message a line, over TCP.
 
-    worker    {"ticket", "worker_id"}                            --> trainer     let me in
-    trainer   {"store_port", "group", "backend", "bucket_bytes"} --> worker      both form the group
+    worker    {"ticket", "worker_id", "memory"}                  --> trainer     let me in; can you see this memory?
+    trainer   {"way", "meeting_port", "group", "bucket_bytes"}   --> worker      you write into mine ("memory"), or both form the group
     trainer   {"policy_version", "layout"}                       --> worker      here comes a version
-    worker    {"takes": true | false}                            --> trainer     the buckets follow, or don't
+    worker    {"takes": true, "row"} | {"takes": false}          --> trainer     the buckets follow, or don't
+    trainer   {"written"}, worker {"followed"}                                   bytes of the row, where memory is shared
     worker    {"digest"}                                         --> trainer     what has arrived
 
 A line that ends tells the other side at once that its partner is gone.

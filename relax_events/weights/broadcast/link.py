@@ -8,6 +8,7 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
@@ -22,9 +23,11 @@ from relax_events.broker.deadline import Deadline
 from relax_events.config import WeightsConfig
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.telemetry.weight_metrics import WeightMetrics
+from relax_events.weights.broadcast.groups import Backend, Meeting, form_pair
 from relax_events.weights.broadcast.layout import Layout
 from relax_events.weights.broadcast.line import Line
-from relax_events.weights.broadcast.pair import Backend, LinkLost, Meeting, Pair, Transfer, form_pair
+from relax_events.weights.broadcast.memory import MemoryPair, is_here
+from relax_events.weights.broadcast.pair import MAX_UNDER_WAY, LinkLost, Pair, Transfer
 
 log = structlog.get_logger()
 
@@ -62,7 +65,7 @@ class EngineLink:
     """See the module's docstring."""
 
     def __init__(self, owner: Owner, line: Line, *, group: str) -> None:
-        self.worker_id = ""
+        self.worker_id = self.way = ""
         self.sending: Snapshot | None = None
         self._owner, self._line, self._group = owner, line, group
         self._pair: Pair | None = None
@@ -111,15 +114,20 @@ class EngineLink:
         if not hmac.compare_digest(str(asked.get("ticket")), owner.ticket):
             raise LinkLost("someone came without the ticket that stands on the control log")
         self.worker_id = str(asked.get("worker_id"))
+        shares_memory = owner.config.shares_memory and is_here(asked.get("memory") or {})
+        self.way = "memory" if shares_memory else owner.backend
         self._line.say(
             deadline=deadline,
-            backend=owner.backend,
+            way=self.way,
             meeting_port=owner.meeting_port,
             group=self._group,
             bucket_bytes=owner.config.bucket_bytes,
         )
-        meeting = Meeting(owner.config.host, owner.meeting_port, self._group)
-        self._pair = form_pair(owner.backend, meeting, rank=0, host=owner.config.host, deadline=deadline)
+        if shares_memory:
+            self._pair = MemoryPair(self._line)
+        else:
+            meeting = Meeting(owner.config.host, owner.meeting_port, self._group)
+            self._pair = form_pair(owner.backend, meeting, rank=0, host=owner.config.host, deadline=deadline)
         owner.enlist(self)
 
     def _await_offers(self) -> None:
@@ -150,6 +158,7 @@ class EngineLink:
             log.info("weights.declined", worker=self.worker_id, policy_version=snapshot.policy_version, reason=answer.get("reason"))
             return
         assert self._pair is not None
+        self._pair.begin(answer.get("row") or {}, num_bytes=snapshot.layout.num_bytes)
         send_row(self._pair, snapshot, owner.config, deadline)
         arrived = self._line.hear(deadline).get("digest")
         try:
@@ -159,25 +168,24 @@ class EngineLink:
         if arrived != digest.hex():
             text = f"policy version {snapshot.policy_version} arrived with digest {arrived}, it left with {digest.hex()}"
             raise LinkLost(text, reason="torn")
-        owner.metrics.moved(snapshot.layout.num_bytes, transport=owner.backend)
+        owner.metrics.moved(snapshot.layout.num_bytes, transport=self.way)
         log.info("weights.sent", worker=self.worker_id, policy_version=snapshot.policy_version, seconds=round(time.monotonic() - started, 3))
 
 
 def send_row(pair: Pair, snapshot: Snapshot, config: WeightsConfig, deadline: Deadline) -> None:
-    """Send a version's buckets: while one is under way the next one is gathered.
+    """Send a version's buckets: while some are under way the next one is gathered.
 
     Raises:
         LinkLost: The other side does not take them in time.
     """
     bucket_bytes = config.bucket_bytes
-    staging = [torch.zeros(min(bucket_bytes, snapshot.layout.num_bytes), dtype=torch.uint8) for _ in range(2)]
-    under_way: Transfer | None = None
+    staging = [torch.zeros(min(bucket_bytes, snapshot.layout.num_bytes), dtype=torch.uint8) for _ in range(MAX_UNDER_WAY)]
+    under_way: deque[Transfer] = deque()
     for number, bucket in enumerate(snapshot.layout.buckets(max_bytes=bucket_bytes)):
-        data = snapshot.layout.filled(bucket, snapshot.tensors, staging=staging[number % 2])
-        following = pair.send(data, deadline.within(config.stall_seconds))
-        if under_way is not None:
-            under_way.wait()
-        under_way = following
+        if len(under_way) == MAX_UNDER_WAY:
+            under_way.popleft().wait()
+        data = snapshot.layout.filled(bucket, snapshot.tensors, staging=staging[number % MAX_UNDER_WAY])
+        under_way.append(pair.send(data, deadline.within(config.stall_seconds)))
         failpoint("weights.broadcasting")
-    if under_way is not None:
-        under_way.wait()
+    for transfer in under_way:
+        transfer.wait()

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import structlog
-import torch
 from torch import Tensor
 
 from relax_events.broker.deadline import Deadline
@@ -26,9 +27,12 @@ from relax_events.events.types import EnginesEnlisted
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.telemetry.redaction import hide
 from relax_events.telemetry.weight_metrics import WeightMetrics
+from relax_events.weights.broadcast.groups import Meeting, form_pair, require_backend
 from relax_events.weights.broadcast.layout import Layout, RowDigest
 from relax_events.weights.broadcast.line import Line
-from relax_events.weights.broadcast.pair import LinkLost, Meeting, Pair, form_pair, require_backend
+from relax_events.weights.broadcast.memory import MemoryPair, Sample
+from relax_events.weights.broadcast.pair import MAX_UNDER_WAY, LinkLost, Pair, Transfer
+from relax_events.weights.broadcast.rows import Row
 
 log = structlog.get_logger()
 RETRY_SECONDS = 2.0
@@ -44,8 +48,10 @@ class Arrived:
 
     policy_version: int
     layout: Layout
-    row: Tensor
+    row: Row
     digest: bytes
+    way: str
+    """How it came."""
 
 
 class Receiver:
@@ -69,8 +75,8 @@ class Receiver:
         self._served_version = -1
         self._coming_version = -1
         self._arrived: Arrived | None = None
-        self._rows: list[Tensor] = []
-        self._handed_out: Tensor | None = None
+        self._rows: list[Row] = []
+        self._handed_out: Arrived | None = None
         self._line: Line | None = None
         self._pair: Pair | None = None
         self._is_closed = False
@@ -98,9 +104,9 @@ class Receiver:
             self._changed.notify_all()
 
     @property
-    def transport(self) -> str:
-        """By what the trainer sends."""
-        return self._list.transport if self._list is not None else ""
+    def way(self) -> str:
+        """How the tensors that were taken last have come."""
+        return self._handed_out.way if self._handed_out is not None else ""
 
     def served(self, policy_version: int, tensors: Mapping[str, Tensor]) -> None:
         """Take note of the version that was taken from the store; what the trainer sends must be laid out as it is."""
@@ -127,9 +133,9 @@ class Receiver:
                 log.error("weights.torn", policy_version=policy_version, digest=arrived.digest.hex(), published=digest.hex() if digest else "none")
                 return None
             if self._handed_out is not None:
-                self._rows.append(self._handed_out)
-            self._handed_out, self._served_version = arrived.row, policy_version
-        return arrived.layout.views(arrived.row)
+                self._rows.append(self._handed_out.row)
+            self._handed_out, self._served_version = arrived, policy_version
+        return arrived.layout.views(arrived.row.data)
 
     def close(self) -> None:
         """Leave the trainer."""
@@ -180,19 +186,24 @@ class Receiver:
         deadline = Deadline(self._config.deadline_seconds)
         with Line.call(host, int(port), deadline=deadline) as line:
             self._keep(line=line)
-            line.say(deadline=deadline, ticket=enlisted.ticket, worker_id=self._worker_id)
+            sample = Sample() if self._config.shares_memory else None
+            line.say(deadline=deadline, ticket=enlisted.ticket, worker_id=self._worker_id, memory=sample.name if sample else None)
             terms = Terms.of(line.hear(deadline))
-            backend = require_backend(terms.backend)
-            meeting = Meeting(host, terms.meeting_port, terms.group)
-            pair = form_pair(backend, meeting, rank=1, host=line.own_host, deadline=deadline)
+            pair = self._pair_for(terms, line, host=host, deadline=deadline)
             try:
                 self._keep(line=line, pair=pair)
                 self._retry_seconds = RETRY_SECONDS
-                log.info("broadcast.joined", address=enlisted.address)
+                log.info("broadcast.joined", address=enlisted.address, way=terms.way)
                 while True:
-                    self._answer(line.hear(), line, pair, bucket_bytes=terms.bucket_bytes)
+                    self._answer(line.hear(), line, pair, terms)
             finally:
                 pair.abort()
+
+    def _pair_for(self, terms: Terms, line: Line, *, host: str, deadline: Deadline) -> Pair:
+        if terms.way == "memory":
+            return MemoryPair(line)
+        backend = require_backend(terms.way)
+        return form_pair(backend, Meeting(host, terms.meeting_port, terms.group), rank=1, host=line.own_host, deadline=deadline)
 
     def _keep(self, *, line: Line, pair: Pair | None = None) -> None:
         with self._changed:
@@ -200,7 +211,7 @@ class Receiver:
             if self._is_closed:
                 line.hang_up()
 
-    def _answer(self, offer: Mapping[str, Any], line: Line, pair: Pair, *, bucket_bytes: int) -> None:
+    def _answer(self, offer: Mapping[str, Any], line: Line, pair: Pair, terms: Terms) -> None:
         """Take a version that is offered, or say why not."""
         deadline = Deadline(self._config.deadline_seconds)
         version, layout = offer.get("policy_version"), self._layout
@@ -215,52 +226,51 @@ class Receiver:
             raise LinkLost(f"policy version {version} has other tensors than the version before")
         row = self._open_row(version, layout)
         try:
-            line.say(deadline=deadline, takes=True)
-            digest = self._received(pair, row, layout, buckets=layout.buckets(max_bytes=bucket_bytes), deadline=deadline)
+            line.say(deadline=deadline, takes=True, row=pair.invite(row))
+            digest = self._received(pair, row.data, layout, buckets=layout.buckets(max_bytes=terms.bucket_bytes), deadline=deadline)
             with self._changed:
-                self._arrived, self._coming_version = Arrived(version, layout, row, digest), -1
+                self._arrived, self._coming_version = Arrived(version, layout, row, digest, terms.way), -1
         except LinkLost:
             self._metrics.failed("lost")
             raise
         finally:
             self._coming_version = -1
-        self._metrics.moved(layout.num_bytes, transport=self.transport)
+        self._metrics.moved(layout.num_bytes, transport=terms.way)
         self._wake()
         line.say(deadline=deadline, digest=digest.hex())
 
     def _received(self, pair: Pair, row: Tensor, layout: Layout, *, buckets: Sequence[range], deadline: Deadline) -> bytes:
-        """Receive a version's buckets, and give the digest of its tensors, which is taken of one bucket while the next one comes.
+        """Receive a version's buckets, and give the digest of its tensors, which is taken of one bucket while the next ones come.
 
         Raises:
             LinkLost: They did not come in time.
         """
-        digest, arrived = RowDigest(layout, row), range(0)
+        digest, ahead, under_way = RowDigest(layout, row), iter(buckets), deque[Transfer]()
         for bucket in buckets:
-            transfer = pair.receive(row[bucket.start : bucket.stop], deadline.within(self._config.stall_seconds))
-            digest.take(arrived)
-            transfer.wait()
+            for coming in islice(ahead, MAX_UNDER_WAY - len(under_way)):
+                under_way.append(pair.receive(row[coming.start : coming.stop], deadline.within(self._config.stall_seconds)))
+            under_way.popleft().wait()
             failpoint("rollout.receiving")
-            arrived = bucket
-        digest.take(arrived)
+            digest.take(bucket)
         return digest.value()
 
-    def _open_row(self, policy_version: int, layout: Layout) -> Tensor:
+    def _open_row(self, policy_version: int, layout: Layout) -> Row:
         """Give a row to receive into; what had come before and was not taken is passed over."""
         with self._changed:
             self._coming_version = policy_version
             if self._arrived is not None:
                 self._rows.append(self._arrived.row)
                 self._arrived = None
-            fitting = [row for row in self._rows if len(row) == layout.num_bytes]
+            fitting = [row for row in self._rows if len(row.data) == layout.num_bytes]
             self._rows = fitting[1:]
-        return fitting[0] if fitting else torch.empty(layout.num_bytes, dtype=torch.uint8)
+        return fitting[0] if fitting else Row(layout.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What a trainer says to an engine that it takes in."""
 
-    backend: str
+    way: str
     meeting_port: int
     group: str
     bucket_bytes: int
@@ -273,7 +283,7 @@ class Terms:
             LinkLost: They are incomplete.
         """
         try:
-            terms = cls(str(message["backend"]), int(message["meeting_port"]), str(message["group"]), int(message["bucket_bytes"]))
+            terms = cls(str(message["way"]), int(message["meeting_port"]), str(message["group"]), int(message["bucket_bytes"]))
         except (KeyError, TypeError, ValueError) as error:
             raise LinkLost(f"the trainer's terms can't be read: {dict(message)}: {error}") from error
         return terms

@@ -25,10 +25,10 @@ from relax_events.errors import EnvironmentProblem
 from relax_events.events.types import EnginesEnlisted
 from relax_events.telemetry.redaction import hide
 from relax_events.telemetry.weight_metrics import WeightMetrics
+from relax_events.weights.broadcast.groups import host_meetings, require_backend
 from relax_events.weights.broadcast.layout import Layout
 from relax_events.weights.broadcast.line import Line
 from relax_events.weights.broadcast.link import EngineLink, Snapshot
-from relax_events.weights.broadcast.pair import host_meetings, require_backend
 
 log = structlog.get_logger()
 MAX_VERSIONS_UNDER_WAY = 2

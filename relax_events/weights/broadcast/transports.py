@@ -61,7 +61,7 @@ class ReceivingTransport(StoreTransport):
         version = published.policy_version
         manifest = WeightManifest.from_json(self._store.get(published.artifact))
         if manifest.policy_version == version and (tensors := self._receiver.take(version, manifest.in_transit)) is not None:
-            return Weights(version, tensors, manifest.digest, transport=self._receiver.transport)
+            return Weights(version, tensors, manifest.digest, transport=self._receiver.way)
         weights = super().fetch(published)
         self._receiver.served(version, weights.tensors)
         return weights
