@@ -283,10 +283,11 @@ def test_version_with_other_tensors_is_left_to_the_store_and_becomes_the_rule(tr
     assert engine.transport.fetch(published).transport == way
 
 
-def test_nobody_joins_without_the_ticket(trainer: Trainer) -> None:
+@pytest.mark.parametrize("ticket", ["0" * 32, "\u00fc", None])
+def test_nobody_joins_without_the_ticket(trainer: Trainer, ticket: str | None) -> None:
     host, _, port = trainer.lists[0].address.rpartition(":")
     with Line.call(host, int(port), deadline=Deadline(5.0)) as line:
-        line.say(deadline=Deadline(5.0), ticket="0" * 32, worker_id="stranger")
+        line.say(deadline=Deadline(5.0), ticket=ticket, worker_id="stranger")
         with pytest.raises(LinkLost, match="has left"):
             line.hear(Deadline(5.0))
     assert trainer.broadcaster.engines == []

@@ -89,7 +89,7 @@ class GroupPair:
         """See `Pair.invite`."""
         return {}
 
-    def begin(self, invitation: Mapping[str, Any], *, num_bytes: int) -> None:
+    def begin(self, invitation: object, *, num_bytes: int) -> None:
         """See `Pair.begin`."""
 
 

@@ -111,10 +111,10 @@ class EngineLink:
         owner = self._owner
         deadline = Deadline(owner.config.deadline_seconds)
         asked = self._line.hear(deadline)
-        if not hmac.compare_digest(str(asked.get("ticket")), owner.ticket):
+        if not hmac.compare_digest(str(asked.get("ticket")).encode(), owner.ticket.encode()):
             raise LinkLost("someone came without the ticket that stands on the control log")
         self.worker_id = str(asked.get("worker_id"))
-        shares_memory = owner.config.shares_memory and is_here(asked.get("memory") or {})
+        shares_memory = owner.config.shares_memory and is_here(asked.get("memory"))
         self.way = "memory" if shares_memory else owner.backend
         self._line.say(
             deadline=deadline,
@@ -158,7 +158,7 @@ class EngineLink:
             log.info("weights.declined", worker=self.worker_id, policy_version=snapshot.policy_version, reason=answer.get("reason"))
             return
         assert self._pair is not None
-        self._pair.begin(answer.get("row") or {}, num_bytes=snapshot.layout.num_bytes)
+        self._pair.begin(answer.get("row"), num_bytes=snapshot.layout.num_bytes)
         send_row(self._pair, snapshot, owner.config, deadline)
         arrived = self._line.hear(deadline).get("digest")
         try:

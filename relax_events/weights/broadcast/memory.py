@@ -41,21 +41,26 @@ class Sample(Row):
         self.name |= {"key": key.hex()}
 
 
-def is_here(sample: Mapping[str, Any]) -> bool:
+def is_here(sample: object) -> bool:
     """Tell whether a worker's memory can be reached from here, by the name of its `Sample`."""
     try:
         found = bytes(reached(sample, KEY_BYTES).numpy())
     except LinkLost:
         return False
-    return hmac.compare_digest(found.hex(), str(sample.get("key")))
+    return isinstance(sample, Mapping) and hmac.compare_digest(found.hex().encode(), str(sample.get("key")).encode())
 
 
-def reached(name: Mapping[str, Any], num_bytes: int) -> UInt8[Tensor, " bytes"]:
+def reached(name: object, num_bytes: int) -> UInt8[Tensor, " bytes"]:
     """Open a row of another process, to write into.
 
+    Args:
+        name: What the other side says that its row's is.
+        num_bytes: Its size.
     Raises:
         LinkLost: There is none of this name and size.
     """
+    if not isinstance(name, Mapping):
+        raise LinkLost(f"it names its row {name!r}")
     path = Path("/proc", str(name.get("process")), "fd", str(name.get("file")))
     try:
         if not path.readlink().name.startswith(f"memfd:{NAME} "):
@@ -84,7 +89,7 @@ class MemoryPair:
         self._begun = self._heard = 0
         return row.name
 
-    def begin(self, invitation: Mapping[str, Any], *, num_bytes: int) -> None:
+    def begin(self, invitation: object, *, num_bytes: int) -> None:
         """See `Pair.begin`."""
         self._begun = self._heard = 0
         name = json.dumps(invitation)

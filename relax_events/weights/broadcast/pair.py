@@ -46,7 +46,7 @@ class Pair(Protocol):
         """Begin to receive a version into a row, as rank 1; give what the other side is to know of it."""
         ...
 
-    def begin(self, invitation: Mapping[str, Any], *, num_bytes: int) -> None:
+    def begin(self, invitation: object, *, num_bytes: int) -> None:
         """Begin to send a version, as rank 0, to who has invited it.
 
         Raises:
