@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 from relax_events.config import RunConfig
@@ -59,6 +60,11 @@ def sglang_python() -> str:
     if find_spec("sglang") is None:
         pytest.skip("SGLang is not installed; run `make sglang`")
     return sys.executable
+
+
+def pytest_runtest_teardown() -> None:
+    """Let no test inherit a log that writes to the streams of the one before."""
+    structlog.reset_defaults()
 
 
 @pytest.hookimpl(wrapper=True)
