@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import report
+from benchmarks.clock import timed
 from benchmarks.timed_run import show
-from benchmarks.weights import tensors_of, timed
+from benchmarks.weights import tensors_of
 from relax_events.events.parts import ObjectRef
 from relax_events.events.types import PolicyVersionPublished
 from relax_events.objects import ObjectStore

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from benchmarks import report, weights_runs
+from benchmarks import report, weights_runs, weights_updates
+from benchmarks.clock import timed
 from benchmarks.timed_run import open_stage, show
 from relax_events.config import WeightsConfig
 from relax_events.events.types import EnginesEnlisted
@@ -45,6 +46,8 @@ the receiver is on the same machine, so the version is written into its memory. 
 by the store, written and read with all digests.
 
 **What a step waits for.** {runs}
+
+**What becomes of tokens.** {updates}
 
 The machine's load average before the first round was {load:.1f}: what is above its number of cores was there for others, and hurts whoever needs most
 of the processor, which is the proof."""
@@ -91,13 +94,6 @@ def process(target: Callable[..., None], *arguments: Any) -> Iterator[Connection
         started.join(PATIENCE_SECONDS)
     finally:
         started.kill()
-
-
-def timed(action: Callable[[], object]) -> float:
-    """Return the seconds that something takes."""
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
 
 
 def broadcasting(stack: ExitStack, tensors: Mapping[str, Tensor], *, shares_memory: bool) -> Callable[[int], None]:
@@ -194,24 +190,40 @@ def run_rows(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     return rows
 
 
-def publish(num_bytes: int, seconds: Mapping[str, Sequence[float]], measured: Sequence[Mapping[str, Any]], *, load: float) -> None:
+def publish(
+    num_bytes: int,
+    seconds: Mapping[str, Sequence[float]],
+    measured: Sequence[Mapping[str, Any]],
+    updates: Sequence[Mapping[str, Any]],
+    *,
+    load: float,
+) -> None:
     """Write the page."""
     ours = seconds["broadcast"]
     ratios = {name: statistics.median(b / a for a, b in zip(ours, taken, strict=True)) for name, taken in seconds.items()}
     shares = [run["exposed_seconds"] / run["step_seconds"] for run in measured if run["side"] == "gloo, overlap"]
-    plain, copy = ratios["plain gloo"], ratios["file copy"]
+    plain, copy, lost = ratios["plain gloo"], ratios["file copy"], sum(one["lost"] for one in updates)
     sent = statistics.median(b / a for a, b in zip(seconds["broadcast, sent"], seconds["plain gloo"], strict=True))
     report.write(
         "weights",
         title="Weights on their way to the engines",
-        question=QUESTION.format(mebibytes=num_bytes >> 20, rounds=NUM_ROUNDS, runs=weights_runs.DESCRIPTION, load=load),
+        question=QUESTION.format(
+            mebibytes=num_bytes >> 20, rounds=NUM_ROUNDS, runs=weights_runs.DESCRIPTION, updates=weights_updates.DESCRIPTION, load=load
+        ),
         command="python -m benchmarks.weights",
-        tables={"How fast": speed_rows(num_bytes, seconds), "What a step waits for": run_rows(measured)},
+        tables={
+            "How fast": speed_rows(num_bytes, seconds),
+            "What a step waits for": run_rows(measured),
+            "What becomes of tokens": [{**one, "seconds": f"{one['seconds']:.3f}"} for one in updates],
+        },
         conclusion=f"A broadcast with its proof has {plain:.0%} of the speed of torch's plain one and {copy:.0%} of that of a file copy "
         f"(aim: {GOAL_RATIO:.0%} of both; {aim(min(plain, copy), GOAL_RATIO)}); one that is sent over TCP within the machine has {sent:.0%} of the "
         f"plain one's, which alone keeps both cores busy. With overlap a step waits for its weights for at most "
-        f"{max(shares):.1%} of its time (aim: {GOAL_SHARE:.0%}; {aim(-max(shares), -GOAL_SHARE)}).",
-        data={"seconds": seconds, "runs": measured, "load": load},
+        f"{max(shares):.1%} of its time (aim: {GOAL_SHARE:.0%}; {aim(-max(shares), -GOAL_SHARE)}). "
+        f"{sum(one['updates'] for one in updates)} versions that came while samples ran cost {lost} of "
+        f"{sum(one['drawn'] for one in updates):,} tokens "
+        f"(aim: 0; {aim(-lost, 0)}).",
+        data={"seconds": seconds, "runs": measured, "updates": updates, "load": load},
     )
 
 
@@ -229,13 +241,16 @@ def main(arguments: Sequence[str] = ()) -> None:
     num_bytes, seconds = measure_ways(NUM_ROUNDS)
     for row in speed_rows(num_bytes, seconds):
         show(row)
+    updates = weights_updates.measure()
+    for row in updates:
+        show(row)
     measured = []
     with open_stage(None) as stage:
         for _ in range(options.repeats):
             for side in weights_runs.SIDES:
                 measured.append(weights_runs.measure(stage, side))
                 show(measured[-1])
-    publish(num_bytes, seconds, measured, load=load)
+    publish(num_bytes, seconds, measured, updates, load=load)
 
 
 if __name__ == "__main__":
