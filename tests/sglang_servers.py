@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 from engine_requests import MakeEngine, tiny_model
 
-from relax_events.config import EngineConfig, MediaConfig, ModelConfig, SGLangConfig
+from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
 from relax_events.engines.protocol import Engine
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.sglang.engine import SGLangEngine
@@ -22,15 +22,16 @@ BOUNDS: dict[str, Any] = {"max_running_samples": 16, "max_context_tokens": 512}
 
 
 @contextmanager
-def started_server(path: Path, folder: Path, *, python: str) -> Iterator[str]:
+def started_server(path: Path, folder: Path, *, python: str, arguments: tuple[str, ...] = ()) -> Iterator[str]:
     """Start a server on a model, and give its address.
 
     Args:
         path: The model's folder.
         folder: For what it writes.
         python: Of the environment that SGLang is installed in.
+        arguments: Further ones of the server's.
     """
-    config = EngineConfig(**BOUNDS, sglang=SGLangConfig(python=python))
+    config = EngineConfig(**BOUNDS, sglang=SGLangConfig(python=python, arguments=arguments))
     process = ServerProcess(ModelFolder.read(path), folder, config=config, settings=ModelConfig(path=path))
     process.start(path, name="session")
     try:
@@ -41,20 +42,20 @@ def started_server(path: Path, folder: Path, *, python: str) -> Iterator[str]:
 
 
 @contextmanager
-def engines_at(url: str, *, path: Path | None = None, media: MediaConfig | None = None) -> Iterator[MakeEngine]:
+def engines_at(url: str, *, path: Path | None = None, **model_settings: Any) -> Iterator[MakeEngine]:
     """Give a maker of engines that take a server over, and close them.
 
     Args:
         url: The server's.
         path: The model's folder where a caller gives none; a tiny one of the tests'.
-        media: How it is shown media.
+        model_settings: Further keys of the section `model`.
     """
     engines: list[SGLangEngine] = []
 
     def make(model: Path | None = None, **settings: Any) -> Engine:
         folder = model or path or tiny_model()
         config = EngineConfig(**BOUNDS | settings, sglang=SGLangConfig(urls=(url,)))
-        engines.append(SGLangEngine(folder, config=config, model=ModelConfig(path=folder, media=media or MediaConfig())))
+        engines.append(SGLangEngine(folder, config=config, model=ModelConfig(path=folder, **model_settings)))
         return engines[-1]
 
     yield make

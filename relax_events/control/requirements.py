@@ -9,7 +9,7 @@ from relax_events.config import RunConfig
 from relax_events.config.algorithm_spec import find_algorithm
 from relax_events.data.rendering import judge_renderer
 from relax_events.data.sources import media_brought
-from relax_events.engines.sglang.families import SEEING
+from relax_events.engines.sglang.families import SEEING, UNSEEN
 from relax_events.errors import ConfigError, EnvironmentProblem
 from relax_events.listening import open_listener
 from relax_events.models.media_layout import MEDIA_FAMILIES, MediaLayout
@@ -95,8 +95,9 @@ def _require_reader_of_media(config: RunConfig) -> None:
             raise ConfigError(f"the data bring media of kind {unread[0]} and {what} reads {reads}; take a model of one of the families {able}")
         family, shown = _family_of(path) if path.exists() else tiny.family if tiny else "", FAMILIES_OF_ENGINES.get(config.engine.name)
         if shown is not None and family not in shown:
-            what = f"engine {config.engine.name!r} shows media to models of family {' and '.join(shown)} alone, and {path} is of {family}"
-            raise ConfigError(f"the data bring media of kind {min(brought)}: {what}; set engine.name = 'transformers'")
+            what = f"engine {config.engine.name!r} shows media to models of the families {', '.join(shown)} alone, and {path} is of {family}"
+            why = f", {UNSEEN[family]}" if family in UNSEEN else ""
+            raise ConfigError(f"the data bring media of kind {min(brought)}: {what}{why}; set engine.name = 'transformers'")
     if config.algorithm.needs_critic and (critic := config.critic.model_path) is not None:
         layout = MediaLayout.from_folder(critic, config.model.media)
         if unread := sorted(brought - set(layout.READS if layout else ())):

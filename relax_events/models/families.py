@@ -22,14 +22,13 @@ from transformers import (
     AutoModelForImageTextToText,
     PreTrainedModel,
     Qwen3OmniMoeThinkerForConditionalGeneration,
-    WhisperFeatureExtractor,
 )
 
 from relax_events.config import MediaConfig
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.models.media_inputs import MediaInputs, MediaSequence, ProcessedMedia, media_inputs
 from relax_events.models.media_layout import MediaLayout, OmniLayout
-from relax_events.models.towers import Ears, Eyes, Layers, joined_layers
+from relax_events.models.towers import Ears, Eyes, Layers, extractor_of, joined_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +195,7 @@ def omni_family(path: Path, layout: OmniLayout, *, apart: bool) -> MediaFamily:
         language_name="model",
         vision_name="visual",
         audio_name="audio_tower",
-        extractor=WhisperFeatureExtractor.from_pretrained(path),
+        extractor=extractor_of(path),
     )
 
 

@@ -18,6 +18,7 @@ def mixture_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     Args:
         config: Its `config.json`.
     """
+    config = config.get("thinker_config", config)
     text = config.get("text_config", config)
     num_experts = next((text[name] for name in NUM_EXPERTS if text.get(name)), 0)
     top_k = text.get("num_experts_per_tok")

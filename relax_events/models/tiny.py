@@ -80,6 +80,17 @@ EXTRACTOR: dict[str, Any] = {
 }
 """How spectra are made of its sounds, as the real one's."""
 
+NAMED_TOKENS = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "audio_token": "<|audio_pad|>",
+    "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>",
+    "audio_bos_token": "<|audio_start|>",
+    "audio_eos_token": "<|audio_end|>",
+}
+"""What a model that hears calls its placeholders in `tokenizer_config.json`; its processor in transformers asks for them."""
+
 
 def make_tiny(
     path: Path,
@@ -123,6 +134,9 @@ def make_tiny(
     if family in MEDIA_FAMILIES:
         processor = PREPROCESSOR | (EXTRACTOR if _hears(family) else {})
         (path / "preprocessor_config.json").write_text(json.dumps(processor, indent=2))
+    if family in MEDIA_FAMILIES and _hears(family):
+        settings = path / "tokenizer_config.json"
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | NAMED_TOKENS, indent=2))
     return path
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
+from transformers import WhisperFeatureExtractor
 
 from relax_events.models.geometry import PictureGeometry
 from relax_events.models.media_inputs import ProcessedMedia
@@ -58,7 +60,7 @@ class Ears:
     def listen(self, pieces: Sequence[ProcessedMedia]) -> list[Layers]:
         """Return the layers of each piece, which is one."""
         weight = next(self.tower.parameters())
-        spectra = [self._spectrum(piece).to(weight.device, weight.dtype) for piece in pieces]
+        spectra = [spectrum_of(piece, self.extractor).to(weight.device, weight.dtype) for piece in pieces]
         heard: list[Layers] = [[] for _ in pieces]
         for together in _alike([spectrum.shape[1] for spectrum in spectra], apart=self.apart):
             lengths = torch.tensor([spectra[index].shape[1] for index in together], device=weight.device)
@@ -66,13 +68,6 @@ class Ears:
             for index, part in zip(together, features.chunk(len(together)), strict=True):
                 heard[index] = [part]
         return heard
-
-    def _spectrum(self, piece: ProcessedMedia) -> Float[Tensor, "mels frames"]:
-        made = self.extractor(
-            piece.samples, sampling_rate=self.extractor.sampling_rate, padding=True, truncation=False, return_attention_mask=True, return_tensors="pt"
-        )
-        spectrum: Tensor = made["input_features"][0][:, made["attention_mask"][0].bool()]
-        return spectrum
 
 
 def _alike(lengths: Sequence[int], *, apart: bool) -> Iterable[list[int]]:
@@ -88,6 +83,20 @@ def joined_layers(pieces: Sequence[Layers]) -> tuple[Float[Tensor, "features hid
         torch.cat([layers[index] if index < len(layers) else torch.zeros_like(layers[0]) for layers in pieces]) for index in range(depth)
     )
     return first, others
+
+
+def extractor_of(path: Path) -> Any:
+    """Load what makes the spectra that the model in a folder hears."""
+    return WhisperFeatureExtractor.from_pretrained(path)
+
+
+def spectrum_of(piece: ProcessedMedia, extractor: Any) -> Float[Tensor, "mels frames"]:
+    """Make the log-mel spectrogram of what is heard of a piece, with what `extractor_of` has loaded."""
+    made = extractor(
+        piece.samples, sampling_rate=extractor.sampling_rate, padding=True, truncation=False, return_attention_mask=True, return_tensors="pt"
+    )
+    spectrum: Tensor = made["input_features"][0][:, made["attention_mask"][0].bool()]
+    return spectrum
 
 
 def clip_patches(frames: UInt8[Tensor, "frames height width 3"], geometry: PictureGeometry) -> Float[Tensor, "patches values"]:

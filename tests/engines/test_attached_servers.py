@@ -65,7 +65,7 @@ NO_EXPERTS = r"does not tell which experts tokens go through, .*; start it with 
     ("handler", "family", "routing_replay", "text"),
     [
         (RouterLike, "qwen3", "none", r"is no SGLang server that we know, it has no /ready; name servers of SGLang 0\.5\.23 in"),
-        (ServerLike, "qwen3_vl", "none", r"the model reads media, and .* takes none in the form relax-events\.media\.1; install"),
+        (ServerLike, "qwen3_vl", "none", r"the model reads media, and .* takes none in the form relax-events\.media\.2; install"),
         (ServerLike, "qwen3_moe", "rollout", NO_EXPERTS),
     ],
     ids=["router", "without the plugin", "without experts"],

@@ -1,9 +1,10 @@
-"""Pictures and clips through a real SGLang server: it computes what the trainer computes of the same arrays."""
+"""Pictures, clips and sounds through a real SGLang server: it computes what the trainer computes of the same arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from sglang_servers import engines_at, started_server
 
+from relax_events.config import MediaConfig
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest
 from relax_events.engines.sglang import generation, media_wire
 from relax_events.engines.sglang.checkpoint import ModelFolder
@@ -28,36 +30,73 @@ from relax_events.media.items import MediaItem
 from relax_events.media.library import MediaLibrary
 from relax_events.models.families import family_of
 from relax_events.models.media_inputs import MediaSequence, ProcessedMedia
+from relax_events.models.media_layout import MediaLayout, OmniLayout
+from relax_events.models.mixtures import has_experts
+from relax_events.models.tiny import make_tiny
 from relax_events.weights import Weights
 from relax_events.weights.artifacts import weights_digest
-from tests.unit.moving_and_sounding import BOUNDS, item_of, media_run
+from tests.folders import kept_folder
+from tests.unit.moving_and_sounding import BOUNDS, OMNI, SMALL, expert_model, item_of, media_run, plain_omni, whole_omni_model
 from tests.unit.pictures import picture_model, plain_model, prompt_of, request_about
 
 pytestmark = pytest.mark.timeout(720)  # the first test waits for the server
 LONG = 200
 PICTURE, CLIP, WIDE = (Modality.IMAGE, (64, 48)), (Modality.VIDEO, (48, 32, 9)), (Modality.IMAGE, (96, 32))
-GROUPS = [[PICTURE], [CLIP], [], [WIDE, CLIP, PICTURE], [CLIP, CLIP]]
+SOUND, LONGER, LONGEST = ((Modality.AUDIO, seconds) for seconds in (0.4, 1.13, 9.2))
+"""Within one of the tower's windows, in two, and above what it attends to at once."""
+SEEN = [[PICTURE], [CLIP], [], [WIDE, CLIP, PICTURE], [CLIP, CLIP]]
+HEARD = [[SOUND], [LONGEST], [LONGER, CLIP, SOUND, PICTURE], [SOUND, SOUND]]
 TOLERANCE = 1e-5
+EXPERTS = "--enable-return-routed-experts"
+Model = Callable[..., Path]
+
+
+@cache
+def deep_omni_model(seed: int = 3) -> Path:
+    """Write a tiny model that sees and hears, with a layer more than its vision tower gives something for."""
+    sizes = {"hidden_size": 32, "num_layers": 3}
+    return make_tiny(kept_folder("media") / "model", corpus=["red", "do", "What is it?"], family=OMNI, seed=seed, **sizes)
+
+
+HEARING = [deep_omni_model, pytest.param(whole_omni_model, marks=pytest.mark.long)]
+MIXED = [*HEARING, pytest.param(expert_model, marks=pytest.mark.long)]
+SEEING = [*MIXED, pytest.param(picture_model, marks=pytest.mark.long)]
+
+
+@pytest.fixture(scope="module", params=SEEING)
+def model(request: pytest.FixtureRequest) -> Model:
+    """Return what makes tiny models of a family, one for each seed."""
+    made: Model = request.param
+    return made
 
 
 @pytest.fixture(scope="module")
-def url(sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Give the address of a server on the tiny model that sees."""
-    with started_server(picture_model(), tmp_path_factory.mktemp("server"), python=sglang_python) as url:
+def url(model: Model, sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Give the address of a server on the tiny model."""
+    arguments = (EXPERTS,) if has_experts(model()) else ()
+    with started_server(model(), tmp_path_factory.mktemp("server"), python=sglang_python, arguments=arguments) as url:
         yield url
 
 
 @pytest.fixture
-def make(url: str) -> Iterator[MakeEngine]:
+def make(url: str, model: Model) -> Iterator[MakeEngine]:
     """Return a maker of engines on the server: one at a time."""
-    with engines_at(url, path=picture_model(), media=BOUNDS) as make:
+    with engines_at(url, path=model(), media=BOUNDS) as make:
         yield make
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> MediaLibrary:
+def library(tmp_path: Path, model: Model) -> MediaLibrary:
     """Give a library that shows frames of the tests' size."""
-    return MediaLibrary(media_run(tmp_path, picture_model()))
+    return MediaLibrary(media_run(tmp_path, model()))
+
+
+@pytest.fixture
+def layout(model: Model) -> MediaLayout:
+    """Give the model's layout of media."""
+    found = ModelFolder.read(model(), media=BOUNDS).layout
+    assert found is not None
+    return found
 
 
 def pieces_of(library: MediaLibrary, kinds: Sequence[tuple[Modality, Any]], *, seed: int = 0) -> tuple[ProcessedMedia, ...]:
@@ -65,21 +104,32 @@ def pieces_of(library: MediaLibrary, kinds: Sequence[tuple[Modality, Any]], *, s
     return tuple(library.processed(library.admit(item_of(*kind, seed=seed + place))) for place, kind in enumerate(kinds))
 
 
-def asked(number: int, media: tuple[ProcessedMedia, ...], *, num_samples: int = 2, max_new_tokens: int = 8) -> GenerationRequest:
+def asked(
+    path: Path, number: int, media: tuple[ProcessedMedia, ...], *, bounds: MediaConfig = BOUNDS, num_samples: int = 2, max_new_tokens: int = 8
+) -> GenerationRequest:
     """Ask about pieces."""
     request = request_about(number, (), num_samples=num_samples, max_new_tokens=max_new_tokens)
-    return replace(request, prompt_tokens=prompt_of(media, bounds=BOUNDS), media=media)
+    return replace(request, prompt_tokens=prompt_of(media, path=path, bounds=bounds), media=media)
 
 
-def groups(library: MediaLibrary) -> list[GenerationRequest]:
-    """Ask about groups of pieces, all others in each."""
-    return [asked(number, pieces_of(library, kinds, seed=10 * number), num_samples=3) for number, kinds in enumerate(GROUPS)]
+def groups(path: Path, library: MediaLibrary) -> list[GenerationRequest]:
+    """Ask about groups of all kinds of pieces that a model reads, others in each."""
+    kinds = SEEN + (HEARD if hears(path) else [])
+    return [asked(path, number, pieces_of(library, some, seed=10 * number), num_samples=3) for number, some in enumerate(kinds)]
 
 
-def expected(request: GenerationRequest, tokens: NDArray[np.int32], *, path: Path | None = None) -> NDArray[np.float64]:
+def hears(path: Path) -> bool:
+    return isinstance(ModelFolder.read(path).layout, OmniLayout)
+
+
+def plain(path: Path) -> Any:
+    """Load a model in float64."""
+    return plain_omni(path) if hears(path) else plain_model(path)
+
+
+def expected(request: GenerationRequest, tokens: NDArray[np.int32], *, path: Path, bounds: MediaConfig = BOUNDS) -> NDArray[np.float64]:
     """Compute a completion's log-probabilities from one whole forward as the trainer makes it, in float64."""
-    path = path or picture_model()
-    family, model = family_of(path, BOUNDS), plain_model(path)
+    family, model = family_of(path, bounds), plain(path)
     whole = np.concatenate([request.prompt_tokens, tokens])
     given, places = np.append(request.given, np.zeros(len(tokens), bool)), np.arange(len(whole))
     media = family.inputs([MediaSequence("expected", whole, given, request.media, places)], position_ids=places[None])
@@ -90,7 +140,9 @@ def expected(request: GenerationRequest, tokens: NDArray[np.int32], *, path: Pat
     return picked[len(request.prompt_tokens) - 1 :]
 
 
-def check(engine: Engine, requests: Sequence[GenerationRequest], *, path: Path | None = None) -> dict[str, GeneratedSample]:
+def check(
+    engine: Engine, requests: Sequence[GenerationRequest], *, path: Path, bounds: MediaConfig = BOUNDS
+) -> dict[str, GeneratedSample]:
     """Generate, and compare."""
     for request in requests:
         engine.submit(request)
@@ -100,27 +152,45 @@ def check(engine: Engine, requests: Sequence[GenerationRequest], *, path: Path |
         for sample in request.samples:
             generated = samples[sample.sample_id]
             assert generated.error == ""
-            np.testing.assert_allclose(generated.logprobs, expected(request, generated.tokens, path=path), rtol=0, atol=TOLERANCE)
+            np.testing.assert_allclose(generated.logprobs, expected(request, generated.tokens, path=path, bounds=bounds), rtol=0, atol=TOLERANCE)
     return samples
 
 
+def chosen_by(path: Path, request: GenerationRequest, tokens: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Compute by hand through which experts all tokens but the last go, the rest by transformers."""
+    found: list[Any] = []
+
+    def note(layer: Any, args: tuple[Any, ...], _: Any) -> None:
+        found.append((args[0].reshape(-1, args[0].shape[-1]) @ layer.gate.weight.T).topk(layer.gate.top_k).indices)
+
+    layers = family_of(path, BOUNDS).language(plain(path)).get_submodule("layers")
+    hooks = [layer.get_submodule("mlp").register_forward_hook(note) for layer in layers.children()]
+    expected(request, tokens, path=path)
+    for hook in hooks:
+        hook.remove()
+    chosen: NDArray[np.int64] = np.stack([one.numpy() for one in found], axis=1)[:-1]
+    return chosen
+
+
 def weights_of(path: Path, policy_version: int) -> Weights:
-    """Give the weights of another tiny model of the same shape."""
-    tensors = {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    """Give the weights of another tiny model of the same shape, as a trainer publishes them."""
+    tensors = {name.removeprefix("thinker."): tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    tensors.pop("code2wav.weight", None)
     return Weights(policy_version, tensors, weights_digest(tensors))
 
 
-def test_logprobs_agree_with_one_whole_forward_under_each_version(make: MakeEngine, library: MediaLibrary) -> None:
-    engine, requests, other = make(), groups(library), picture_model(seed=4)
-    check(engine, requests)
+def test_logprobs_agree_with_one_whole_forward_under_each_version(make: MakeEngine, model: Model, library: MediaLibrary) -> None:
+    engine, requests, other = make(), groups(model(), library), model(seed=4)
+    check(engine, requests, path=model())
     engine.load_weights(weights_of(other, 1))
     samples = check(engine, requests, path=other)
     assert {sample.segments for sample in samples.values()} == {(VersionSegment(1, 8),)}
 
 
-def test_restart_looks_at_media_again_under_the_new_weights(make: MakeEngine, library: MediaLibrary) -> None:
-    engine, other = make(), picture_model(seed=4)
-    request = asked(1, pieces_of(library, [PICTURE, CLIP]), max_new_tokens=LONG)
+def test_restart_looks_at_media_again_under_the_new_weights(make: MakeEngine, model: Model, library: MediaLibrary) -> None:
+    engine, other = make(), model(seed=4)
+    kinds = [PICTURE, CLIP, LONGER] if hears(model()) else [PICTURE, CLIP]
+    request = asked(model(), 1, pieces_of(library, kinds), max_new_tokens=LONG)
     engine.submit(request)
     while engine.num_tokens < 20:
         assert engine.poll(timeout_seconds=0.02) == []
@@ -128,55 +198,76 @@ def test_restart_looks_at_media_again_under_the_new_weights(make: MakeEngine, li
     for sample in finish(engine).values():
         first, second = sample.segments
         assert (first.policy_version, second.policy_version) == (0, 1)
-        old, new = expected(request, sample.tokens), expected(request, sample.tokens, path=other)
+        old, new = expected(request, sample.tokens, path=model()), expected(request, sample.tokens, path=other)
         count = first.num_tokens
         np.testing.assert_allclose(sample.logprobs[:count], old[:count], rtol=0, atol=TOLERANCE)
         np.testing.assert_allclose(sample.logprobs[count:], new[count:], rtol=0, atol=TOLERANCE)
 
 
-def test_aborted_samples_go_on_behind_their_media(make: MakeEngine, library: MediaLibrary) -> None:
-    engine, request = make(), asked(1, pieces_of(library, [CLIP]), max_new_tokens=LONG)
+@pytest.mark.parametrize("model", HEARING, indirect=True)
+def test_sound_of_a_clip_is_heard_where_it_is_seen(url: str, model: Model, tmp_path: Path) -> None:
+    bounds = MediaConfig(**SMALL, use_audio_in_video=True)
+    library = MediaLibrary(media_run(tmp_path, model(), use_audio_in_video=True))
+    requests = [asked(model(), number, pieces_of(library, some), bounds=bounds) for number, some in enumerate([[CLIP], [SOUND, CLIP, PICTURE, CLIP]])]
+    assert all(piece.samples is not None and piece.pixels is not None for piece in requests[0].media)
+    with engines_at(url, path=model(), media=bounds) as make:
+        check(make(), requests, path=model(), bounds=bounds)
+
+
+@pytest.mark.parametrize("model", MIXED, indirect=True)
+def test_experts_are_those_of_the_trainer_for_all_tokens_media_among_them(url: str, model: Model, library: MediaLibrary) -> None:
+    with engines_at(url, path=model(), media=BOUNDS, routing_replay="rollout") as make:
+        requests = groups(model(), library)
+        samples = check(make(), requests, path=model())
+    for request in requests:
+        for sample in (samples[one.sample_id] for one in request.samples):
+            assert sample.routed_experts is not None
+            assert sample.routed_experts.tolist() == chosen_by(model(), request, sample.tokens).tolist()
+
+
+def test_aborted_samples_go_on_behind_their_media(make: MakeEngine, model: Model, library: MediaLibrary) -> None:
+    engine, request = make(), asked(model(), 1, pieces_of(library, [CLIP]), max_new_tokens=LONG)
     engine.submit(request)
     while engine.num_tokens < 20:
         assert engine.poll(timeout_seconds=0.02) == []
     partial = engine.abort()
     assert all(0 < len(sample.tokens) < LONG for sample in partial)
-    check(engine, [replace(continued(request, partial), media=request.media)])
+    check(engine, [replace(continued(request, partial), media=request.media)], path=model())
 
 
-def test_pictures_of_the_same_patches_and_another_shape_share_no_cache(make: MakeEngine, library: MediaLibrary) -> None:
+def test_pictures_of_the_same_patches_and_another_shape_share_no_cache(make: MakeEngine, model: Model, library: MediaLibrary) -> None:
     """One colour cuts into the same patches whatever its shape; only the positions differ."""
     engine, requests = make(), []
     for number, size in enumerate([(96, 32), (32, 96), (96, 32)]):
         file = BytesIO()
         Image.new("RGB", size, (200, 30, 30)).save(file, "PNG")
         item = MediaItem(Modality.IMAGE, file.getvalue(), f"rows:{size}")
-        requests.append(asked(number, (library.processed(library.admit(item)),)))
+        requests.append(asked(model(), number, (library.processed(library.admit(item)),)))
     assert len({request.prompt_tokens.tobytes() for request in requests}) == 1
     for request in requests:
-        check(engine, [request])
+        check(engine, [request], path=model())
 
 
-def test_placeholder_that_the_policy_wrote_stands_for_nothing(make: MakeEngine, library: MediaLibrary) -> None:
+def test_placeholder_that_the_policy_wrote_stands_for_nothing(
+    make: MakeEngine, model: Model, library: MediaLibrary, layout: MediaLayout
+) -> None:
     """As in an answer before the next turn, which brings another picture."""
-    layout = ModelFolder.read(picture_model(), media=BOUNDS).layout
-    assert layout is not None
-    engine, turns = make(), [asked(number, pieces_of(library, [PICTURE], seed=number)) for number in range(2)]
+    engine, turns = make(), [asked(model(), number, pieces_of(library, [PICTURE], seed=number)) for number in range(2)]
     answer = np.array([layout.placeholders[Modality.IMAGE], 65, layout.placeholders[Modality.VIDEO]], np.int32)
     prompt = np.concatenate([turns[0].prompt_tokens, answer, turns[1].prompt_tokens])
     chosen = np.zeros(len(prompt), bool)
     chosen[len(turns[0].prompt_tokens) :][: len(answer)] = True
     request = replace(turns[0], prompt_tokens=prompt, media=turns[0].media + turns[1].media, chosen=chosen)
-    check(engine, [request])
+    check(engine, [request], path=model())
     with pytest.raises(PoisonSample, match="the sequence holds 26 placeholders"):
         engine.submit(replace(request, chosen=None))
 
 
-def test_placeholders_among_the_tokens_that_are_drawn_do_no_harm(make: MakeEngine, library: MediaLibrary) -> None:
-    layout = ModelFolder.read(picture_model(), media=BOUNDS).layout
-    assert layout is not None
-    engine, request = make(), asked(1, pieces_of(library, [PICTURE]), num_samples=8, max_new_tokens=LONG)
-    weights = weights_of(picture_model(), 1)
+def test_placeholders_among_the_tokens_that_are_drawn_do_no_harm(
+    make: MakeEngine, model: Model, library: MediaLibrary, layout: MediaLayout
+) -> None:
+    engine, request = make(), asked(model(), 1, pieces_of(library, [PICTURE]), num_samples=8, max_new_tokens=LONG)
+    weights = weights_of(model(), 1)
     engine.load_weights(replace(weights, tensors={name: tensor * (0 if name == "lm_head.weight" else 1) for name, tensor in weights.tensors.items()}))
     engine.submit(request)
     samples = finish(engine)
@@ -187,13 +278,13 @@ def test_placeholders_among_the_tokens_that_are_drawn_do_no_harm(make: MakeEngin
     engine.load_weights(replace(weights, policy_version=2))
     engine.submit(replace(continued(request, partial), media=request.media))
     for sample in finish(engine).values():
-        np.testing.assert_allclose(sample.logprobs[150:], expected(request, sample.tokens)[150:], rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(sample.logprobs[150:], expected(request, sample.tokens, path=model())[150:], rtol=0, atol=TOLERANCE)
 
 
 def test_prompt_that_the_server_reads_otherwise_fails_by_name(
-    make: MakeEngine, library: MediaLibrary, monkeypatch: pytest.MonkeyPatch
+    make: MakeEngine, model: Model, library: MediaLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, request = make(), asked(1, pieces_of(library, []))
+    engine, request = make(), asked(model(), 1, pieces_of(library, []))
     whole = Flight.prompt.fget
     assert whole is not None
     monkeypatch.setattr(Flight, "prompt", property(lambda flight: {**whole(flight), "input_ids": [*flight.sample.sequence.tolist(), 65, 66]}))
@@ -207,22 +298,22 @@ def test_prompt_that_the_server_reads_otherwise_fails_by_name(
 
 @pytest.mark.parametrize("said", ["{}", "[1", '{"shown": [{"modality": "smell"}], "runs": []}'])
 def test_media_that_can_not_be_read_fail_by_name_and_alone(
-    make: MakeEngine, library: MediaLibrary, monkeypatch: pytest.MonkeyPatch, said: str
+    make: MakeEngine, model: Model, library: MediaLibrary, monkeypatch: pytest.MonkeyPatch, said: str
 ) -> None:
-    engine, request = make(), asked(1, pieces_of(library, [PICTURE]))
+    engine, request = make(), asked(model(), 1, pieces_of(library, [PICTURE]))
     with monkeypatch.context() as broken:
         broken.setattr(generation, "requested", lambda samples, *_, **__: [HEAD + said] * len(samples))
         engine.submit(request)
         assert all("can't be read" in sample.error for sample in finish(engine).values())
-    check(engine, [request])
+    check(engine, [request], path=model())
 
 
 def test_places_that_the_features_do_not_fit_into_are_refused_by_the_server(
-    make: MakeEngine, library: MediaLibrary, monkeypatch: pytest.MonkeyPatch
+    make: MakeEngine, model: Model, library: MediaLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, request = make(), asked(1, pieces_of(library, [PICTURE]))
+    engine, request = make(), asked(model(), 1, pieces_of(library, [PICTURE]))
     with monkeypatch.context() as broken:
         broken.setattr(media_wire, "_runs", lambda cells: [(int(cells[0]), int(cells[-1]) + 1)])
         engine.submit(request)
         assert all("12 features (image) don't fit into the places" in sample.error for sample in finish(engine).values())
-    check(engine, [request])
+    check(engine, [request], path=model())

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import cache
 from io import BytesIO
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import av
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen3OmniMoeThinkerForConditionalGeneration, WhisperFeatureExtractor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
@@ -112,6 +115,18 @@ def item_of(modality: Modality, size: Any, *, seed: int = 0) -> MediaItem:
 def omni_model(seed: int = 3) -> Path:
     """Write a tiny random model that sees and hears once in a test process."""
     return make_tiny(kept_folder("media") / "model", corpus=["red", "do", "What is it?"], family=OMNI, hidden_size=32, seed=seed)
+
+
+@cache
+def whole_omni_model(seed: int = 3) -> Path:
+    """Write the same model once in a test process as Qwen3-Omni is published: as a part of another one."""
+    path = copytree(omni_model(seed=seed), kept_folder("media") / "model")
+    thinker, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    whole = {"model_type": "qwen3_omni_moe", "architectures": ["Qwen3OmniMoeForConditionalGeneration"], "thinker_config": thinker}
+    (path / "config.json").write_text(json.dumps(whole))
+    named = {f"thinker.{name}": tensor for name, tensor in tensors.items()} | {"code2wav.weight": torch.ones(2)}
+    save_file(named, path / "model.safetensors", metadata={"format": "pt"})
+    return path
 
 
 @cache

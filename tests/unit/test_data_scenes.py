@@ -94,10 +94,11 @@ def test_run_with_pictures_needs_an_engine_that_shows_them(tmp_path: Path) -> No
         model = {"path": tmp_path / "none", "tiny": {"family": family}}
         return picture_run(tmp_path, model=model, engine={"name": "sglang"})
 
-    text = r"kind image: engine 'sglang' shows media to models of family qwen3_vl alone, and .*none is of qwen3_vl_moe; set engine.name"
+    text = r"engine 'sglang' shows media to models of the families qwen3_vl, .* alone, and .*none is of qwen3_5_moe, whose linear .*; set engine.name"
     with pytest.raises(ConfigError, match=text):
-        require_model(run("qwen3_vl_moe"))
-    assert require_model(run("qwen3_vl")).endswith("will be made by the run")
+        require_model(run("qwen3_5_moe"))
+    for family in ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker"):
+        assert require_model(run(family)).endswith("will be made by the run")
     assert require_model(picture_run(tmp_path, engine={"name": "sglang"})).endswith("is complete")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hashlib import sha256
 from pathlib import Path
+from shutil import copytree
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from engine_requests import make_request, other_weights, tiny_model
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3OmniMoeThinkerForConditionalGeneration
 
 from relax_events.config import SGLangConfig
 from relax_events.engines.requests import admitted_samples
@@ -23,19 +25,46 @@ from relax_events.engines.sglang.fingerprints import Fingerprints
 from relax_events.engines.sglang.flights import Flight, UnknownVersion
 from relax_events.errors import ConfigError, WeightsError
 from relax_events.events.parts import VersionSegment
+from tests.unit.moving_and_sounding import expert_model, omni_model, whole_omni_model
 
 
-def parameters(path: Path) -> dict[str, torch.Tensor]:
+def parameters(path: Path, loader: Any = AutoModelForCausalLM) -> dict[str, torch.Tensor]:
     """Give a model's tensors as a trainer publishes them."""
-    return {name: value.detach() for name, value in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
+    return {name: value.detach() for name, value in loader.from_pretrained(path).named_parameters()}
+
+
+def check_fits(path: Path, loader: Any) -> None:
+    """Hold what is read of a folder beside what transformers reads, tensor by tensor."""
+    model = ModelFolder.read(path)
+    fitted, own = model.fitted(parameters(path, loader)), model.tensors()
+    assert fitted.keys() == own.keys() == model.shapes.keys()
+    assert all(torch.equal(fitted[name], own[name]) for name in own)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_weights_of_the_trainer_get_the_names_of_the_folder(family: str) -> None:
-    model = ModelFolder.read(tiny_model(family))
-    fitted, own = model.fitted(parameters(model.path)), model.tensors()
-    assert fitted.keys() == own.keys()
-    assert all(torch.equal(fitted[name], own[name]) for name in own)
+    check_fits(tiny_model(family), AutoModelForCausalLM)
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_fused_experts_are_read_as_transformers_reads_them(tmp_path: Path, is_turned: bool) -> None:
+    """Qwen3-VL's mixture is published with its experts turned."""
+    path = copytree(expert_model(), tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    fused = [name for name in tensors if name.endswith(".experts.gate_up_proj")]
+    assert {tuple(tensors[name].shape) for name in fused} == {(8, 64, 32)}
+    tensors |= {name: tensors[name].transpose(1, 2).contiguous() for name in fused if is_turned}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    check_fits(path, AutoModelForImageTextToText)
+
+
+def test_thinker_of_a_whole_model_has_the_names_of_one_alone() -> None:
+    alone, whole = (ModelFolder.read(path, records_experts=True) for path in (omni_model(), whole_omni_model()))
+    assert (whole.shapes, whole.vocab_size, whole.num_layers, whole.experts) == (alone.shapes, alone.vocab_size, 2, alone.experts)
+    assert whole.layout is not None
+    for path in (omni_model(), whole_omni_model()):
+        check_fits(path, Qwen3OmniMoeThinkerForConditionalGeneration)
+    assert all(torch.equal(tensor, whole.tensors()[name]) for name, tensor in alone.tensors().items())
 
 
 def test_weights_of_another_model_are_refused_by_name() -> None:
@@ -51,7 +80,7 @@ def test_weights_of_another_model_are_refused_by_name() -> None:
 
 
 def test_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no config.json"):
+    with pytest.raises(ConfigError, match=r"config.json can't be read: .* take the model's folder as it was published"):
         ModelFolder.read(tmp_path)
     (tmp_path / "config.json").write_text('{"vocab_size": 3}')
     with pytest.raises(ConfigError, match=r"holds no language model in \*.safetensors"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from base64 import b64decode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,16 @@ from relax_events.config import MediaConfig
 from relax_events.engines.sglang.families import SEEING
 from relax_events.errors import ConfigError, WeightsError
 from relax_events.events.routed_experts import ExpertShape
-from relax_events.models.media_layout import MediaLayout
+from relax_events.models.media_layout import MediaLayout, OmniLayout
 from relax_events.models.mixtures import mixture_of
 from relax_events.models.settings_file import read_settings
+from relax_events.models.towers import extractor_of
 from relax_events.weights.artifacts import file_shares
 
 FUSED_EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)$")
-"""All experts of a layer in one tensor, as transformers keeps them; a checkpoint has them one by one."""
+"""All experts of a layer in one tensor, as transformers keeps them; a checkpoint has them one by one, or turned."""
+WHOLE, THINKER = re.compile(r"(thinker|talker|code2wav)\."), "thinker."
+"""Parts of a whole Qwen3-Omni; its thinker is the model, which other folders hold alone."""
 ROUTER = re.compile(r".*layers\.(\d+)\.mlp\.gate\.weight$")
 HEADER_LENGTH_BYTES = 8
 MAX_FILE_BYTES = 1024**3
@@ -40,23 +43,27 @@ class ModelFolder:
 
     Attributes:
         path: Hugging Face layout.
-        shapes: Of every tensor, by its name in the folder.
+        shapes: Of every tensor, by its name in the folder, experts one by one, a thinker's as if it were there alone.
+        hidden_size: Width of the decoder.
         vocab_size: Token ids lie below this.
         max_context_tokens: That the model was made for.
         num_layers: Of its decoder.
         has_tied_head: Whether the output layer has no weights of its own.
         layout: How media stand among the tokens; None where servers are sent text alone for the model.
+        extractor: Makes the spectra of what it hears.
         experts: Those whose choice is recorded; None where it is not.
         expert_layers: Which layers have experts.
     """
 
     path: Path
     shapes: Mapping[str, tuple[int, ...]]
+    hidden_size: int
     vocab_size: int
     max_context_tokens: int
     num_layers: int
     has_tied_head: bool
     layout: MediaLayout | None
+    extractor: Any = None
     experts: ExpertShape | None = None
     expert_layers: tuple[int, ...] = ()
 
@@ -72,14 +79,23 @@ class ModelFolder:
             ConfigError: It is missing, holds no language model in safetensors, or no experts where these are to be recorded.
         """
         config = read_settings(path / "config.json")
-        text = config.get("text_config", config)
-        shapes = {name: shape for file in sorted(path.glob("*.safetensors")) for name, shape in _header(file)}
-        if not shapes or "vocab_size" not in text:
-            raise ConfigError(f"model.path = {path} holds no language model in *.safetensors; engine 'sglang' reads no other form")
-        is_tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
         layout = MediaLayout.from_folder(path, media) if config.get("model_type") in SEEING else None
-        length, num_layers = text.get("max_position_embeddings", 0), text.get("num_hidden_layers", 0)
-        folder = cls(path, shapes, text["vocab_size"], length, num_layers, is_tied, layout)
+        config = config.get("thinker_config", config)
+        text = config.get("text_config", config)
+        empty = {name: torch.empty(shape, device="meta") for file in sorted(path.glob("*.safetensors")) for name, shape in _header(file)}
+        if not empty or not {"vocab_size", "hidden_size"} <= text.keys():
+            raise ConfigError(f"model.path = {path} holds no language model in *.safetensors; engine 'sglang' reads no other form")
+        folder = cls(
+            path=path,
+            shapes={name: tuple(part.shape) for name, part in folder_tensors(empty.items(), hidden_size=text["hidden_size"])},
+            hidden_size=text["hidden_size"],
+            vocab_size=text["vocab_size"],
+            max_context_tokens=text.get("max_position_embeddings", 0),
+            num_layers=text.get("num_hidden_layers", 0),
+            has_tied_head=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+            layout=layout,
+            extractor=extractor_of(path) if isinstance(layout, OmniLayout) else None,
+        )
         return folder._recording(config) if records_experts else folder
 
     def _recording(self, config: Mapping[str, Any]) -> ModelFolder:
@@ -97,8 +113,9 @@ class ModelFolder:
         return self.experts.compact(of_all_layers[:, self.expert_layers])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Load the folder's own weights."""
-        return {name: tensor for file in sorted(self.path.glob("*.safetensors")) for name, tensor in safetensors.torch.load_file(file).items()}
+        """Load the folder's own weights, by the names of `shapes`."""
+        files = (safetensors.torch.load_file(file) for file in sorted(self.path.glob("*.safetensors")))
+        return dict(folder_tensors((pair for file in files for pair in file.items()), hidden_size=self.hidden_size))
 
     def fitted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Give other weights of this model under the names that its folder has.
@@ -162,6 +179,22 @@ def single_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     for expert, matrix in enumerate(tensor):
         parts = zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True) if found[2] == "gate_up_proj" else [("down_proj", matrix)]
         yield from ((f"{found[1]}.{expert}.{part}.weight", values) for part, values in parts)
+
+
+def folder_tensors(named: Iterable[tuple[str, Tensor]], *, hidden_size: int) -> Iterator[tuple[str, Tensor]]:
+    """Give the tensors of a model's folder as a trainer means them: experts one by one, a thinker's as if it were there alone.
+
+    Args:
+        named: As they lie there. Qwen3-VL publishes its fused experts turned, and transformers saves them as they came: shapes tell.
+        hidden_size: Of the decoder.
+    Source: `Transpose(check_dims=True)` in the conversions of transformers.
+    """
+    for name, tensor in named:
+        if (part := WHOLE.match(name)) is not None and part[0] != THINKER:
+            continue
+        fused = FUSED_EXPERTS.match(name) if tensor.ndim == 3 else None
+        is_turned = fused is not None and tensor.shape[2 if fused[2] == "gate_up_proj" else 1] != hidden_size
+        yield from single_tensors(name.removeprefix(THINKER), tensor.transpose(1, 2) if is_turned else tensor)
 
 
 def _header(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:

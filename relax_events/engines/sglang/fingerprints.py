@@ -23,9 +23,11 @@ NUM_DIGITS = 16
 VOCABULARY_BLOCK = 64
 """A server rounds the rows of its vocabulary up to a multiple of this."""
 FUSED_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-BEGINNINGS = {"model.": "model.language_model.", "visual.": "model.visual."}
+BEGINNINGS = {"model.": "model.language_model.", "visual.": "model.visual.", "thinker.": ""}
 """What a server calls otherwise of a model that has towers."""
-NO_WEIGHTS = ".rotary_emb."
+OTHER_NAMES = {".attn.qkv_proj.": ".attn.qkv.", ".self_attn.proj.": ".self_attn.out_proj."}
+"""Within the towers."""
+NO_WEIGHTS = re.compile(r"\.rotary_emb\.|\.positional_embedding\.")
 """In the names of a server's tensors that follow from the model's settings."""
 EXPERT_PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 
@@ -66,7 +68,7 @@ class Fingerprints:
             checkpoint that are in none of the server's.
         """
         recipes: dict[str, Recipe] = {}
-        held = {name: digest for name, digest in checksums.items() if NO_WEIGHTS not in name}
+        held = {name: digest for name, digest in checksums.items() if not NO_WEIGHTS.search(name)}
         for name, seen in held.items():
             fitting = (recipe for recipe in _guesses(name, tensors) if recipe.digest(tensors, dtype=dtype) == seen)
             if (recipe := next(fitting, None)) is not None:
@@ -83,7 +85,8 @@ def _guesses(name: str, tensors: Mapping[str, Tensor]) -> Iterator[Recipe]:
     """Give what a server's tensor could be made of, by its name."""
     names = [name, "model.embed_tokens.weight"] if name == "lm_head.weight" else [name]
     names += [other + one.removeprefix(begin) for one in names for begin, other in BEGINNINGS.items() if one.startswith(begin)]
-    for parts in [_parts(one, tensors) for one in names] + [(one.replace(".attn.qkv_proj.", ".attn.qkv."),) for one in names]:
+    others = [(one.replace(here, there),) for one in names for here, there in OTHER_NAMES.items() if here in one]
+    for parts in [_parts(one, tensors) for one in names] + others:
         if parts and all(part in tensors for part in parts):
             yield Recipe(parts)
             if len(parts) == 1 and (num_zero_rows := -len(tensors[parts[0]]) % VOCABULARY_BLOCK):

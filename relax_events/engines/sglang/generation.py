@@ -23,11 +23,11 @@ import structlog
 
 from relax_events.engines.protocol import EngineUsage, GeneratedSample
 from relax_events.engines.rows import Sample
+from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.sglang.client import ServerGone, ServerRefused, SGLangClient
 from relax_events.engines.sglang.flights import Flight, UnknownVersion
 from relax_events.engines.sglang.media_wire import requested
 from relax_events.events.parts import FinishReason
-from relax_events.models.media_layout import MediaLayout
 
 log = structlog.get_logger()
 GROUND_SECONDS = 20.0
@@ -62,9 +62,7 @@ class Served:
 class Generation:
     """See the module's docstring. Used within one event loop."""
 
-    def __init__(
-        self, client: SGLangClient, *, served: Served, layout: MediaLayout | None, hand_out: Callable[[GeneratedSample], None]
-    ) -> None:
+    def __init__(self, client: SGLangClient, *, served: Served, model: ModelFolder, hand_out: Callable[[GeneratedSample], None]) -> None:
         self.gate = asyncio.Event()
         self.served = served
         self.last_progress = time.monotonic()
@@ -73,7 +71,7 @@ class Generation:
         self.is_lost = False
         self.doubt = ""
         """Why the server can't be trusted any more."""
-        self._client, self._layout, self._hand_out = client, layout, hand_out
+        self._client, self._model, self._hand_out = client, model, hand_out
         self._samples: dict[str, Sample] = {}
         self._flights: dict[str, Flight] = {}
         self._versions = {served.name: served.policy_version}
@@ -200,7 +198,7 @@ class Generation:
         self._flights |= flights
         try:
             prompts = [flight.prompt for flight in flights.values()]
-            media = [] if self._layout is None or not first.media else requested(samples, self._layout, weights=served.name)
+            media = requested(samples, self._model, weights=served.name) if first.media else []
             settings = {"sampling": first.sampling, "extra_key": served.name, "num_top": first.top_tokens.shape[1]}
             stream = self._client.generate(prompts, media=media, **settings)
             async for event in stream:

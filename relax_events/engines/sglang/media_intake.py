@@ -14,9 +14,12 @@ import torch
 from sglang.srt.managers import mm_schedule
 from sglang.srt.managers.schedule_batch import Modality as ServerModality
 from sglang.srt.managers.schedule_batch import MultimodalDataItem, MultimodalProcessorOutput
+from sglang.srt.models.qwen3_omni_moe import _get_feat_extract_output_lengths
+from torch import Tensor
 
 from relax_events.engines.sglang.media_wire import FORMAT, HEAD, Place, Placing, ShownArray, read
 from relax_events.events.parts import Modality
+from relax_events.models.geometry import PictureGeometry
 from relax_events.models.towers import clip_patches
 
 GRIDS = {Modality.IMAGE: "image_grid_thw", Modality.VIDEO: "video_grid_thw"}
@@ -86,19 +89,27 @@ def forget_features(flushed: bool, *_: Any, **__: Any) -> bool:
 
 def _item(array: ShownArray, runs: Sequence[Place], *, num_tokens: int) -> MultimodalDataItem:
     """Make SGLang's object; features without a token, or tokens without a feature, would end the server."""
-    geometry, frames = array.geometry, torch.from_numpy(array.pixels)
+    feature, num_features, data = _heard(array) if array.geometry is None else _seen(array, array.geometry)
+    num_places = sum(last + 1 - first for first, last in runs)
+    if num_places != num_features or not all(0 <= first <= last < num_tokens for first, last in runs):
+        raise ValueError(f"{num_features} features ({array.modality.value}) don't fit into the places {list(runs)} of {num_tokens} tokens")
+    item = MultimodalDataItem(modality=ServerModality[array.modality.name], feature=feature, offsets=list(runs), model_specific_data=data)
+    item.set_identity(array.identity)
+    return item
+
+
+def _seen(array: ShownArray, geometry: PictureGeometry) -> tuple[Tensor, int, dict[str, Tensor]]:
+    """Cut pixels; return patches, how many features the tower makes of them, and what else it takes."""
+    frames = torch.from_numpy(array.values)
     frames = frames if frames.ndim == 4 else frames[None]
     moments = -(-len(frames) // geometry.temporal_patch_size)
     grid = [moments, *(side // geometry.patch_size for side in frames.shape[1:3])]
     patches = clip_patches(frames, geometry)
-    num_places, num_features = sum(last + 1 - first for first, last in runs), len(patches) // geometry.merge_size**2
-    if num_places != num_features or not all(0 <= first <= last < num_tokens for first, last in runs):
-        raise ValueError(f"{num_features} features ({array.modality.value}) don't fit into the places {list(runs)} of {num_tokens} tokens")
-    item = MultimodalDataItem(
-        modality=ServerModality[array.modality.name],
-        feature=patches,
-        offsets=list(runs),
-        model_specific_data={GRIDS[array.modality]: torch.tensor([grid])},
-    )
-    item.set_identity(array.identity)
-    return item
+    return patches, len(patches) // geometry.merge_size**2, {GRIDS[array.modality]: torch.tensor([grid])}
+
+
+def _heard(array: ShownArray) -> tuple[Tensor, int, dict[str, Tensor]]:
+    """Return the same of a spectrum."""
+    num_frames = array.values.shape[1]
+    num_features = int(_get_feat_extract_output_lengths(torch.tensor(num_frames)))
+    return torch.from_numpy(array.values)[None], num_features, {"feature_attention_mask": torch.ones(1, num_frames, dtype=torch.long)}

@@ -1,4 +1,4 @@
-"""Pictures and clips between worker and server, as the model is shown them: the server sees no file, so it can't process one otherwise.
+"""Pictures, clips and sounds between worker and server, as the model is shown them: the server sees no file, so it can't process one otherwise.
 
 A request brings each array once, with its first prompt. Every prompt says where in its tokens the arrays stand, and the rotary positions of all of
 them: the server expands and counts nothing.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_events.engines.rows import Sample
+from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.events.parts import Modality
 from relax_events.models.geometry import PictureGeometry
+from relax_events.models.media_inputs import ProcessedMedia
 from relax_events.models.media_layout import MediaLayout, modality_of
+from relax_events.models.towers import spectrum_of
 
-FORMAT = "relax-events.media.1"
+FORMAT = "relax-events.media.2"
 """Says whose the data are, and in which form."""
 HEAD = f"{FORMAT}:"
 """Before the JSON: SGLang refuses objects with keys that it doesn't know, and takes any text for an address."""
@@ -32,26 +35,34 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShownArray:
-    """What the vision tower is shown of a piece of media.
+    """What a tower is shown of a piece of media.
 
     Attributes:
-        modality: Picture or clip.
-        pixels: Of the picture, or of the clip's frames.
-        geometry: How they are cut into patches.
+        modality: Picture, clip, or sound, that of a clip as well.
+        values: Pixels of the picture, or of the clip's frames; of a sound its spectrum, [mels, frames].
+        geometry: How pixels are cut into patches; None of a sound.
         identity: SHA-256 of all that the tower's features follow from, and of the name of the weights that make them.
     """
 
     modality: Modality
-    pixels: NDArray[np.uint8]
-    geometry: PictureGeometry
+    values: NDArray[Any]
+    geometry: PictureGeometry | None
     identity: bytes
+
+    @classmethod
+    def of(cls, modality: Modality, values: NDArray[Any], geometry: PictureGeometry | None, *, weights: str) -> ShownArray:
+        """Give an array its identity under some weights."""
+        said = repr((weights, modality.value, values.shape, None if geometry is None else geometry.digest)).encode()
+        return cls(modality, values, geometry, hashlib.sha256(said + np.ascontiguousarray(values).data).digest())
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> ShownArray:
         """Read what `_written` has written."""
-        geometry: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given["geometry"].items()}
-        whole = PictureGeometry(**geometry, min_pixels=0, max_pixels=0, side_multiple=0)
-        return cls(Modality(given["modality"]), _array(given["pixels"]), whole, bytes.fromhex(given["identity"]))
+        geometry = None
+        if (cut := given["geometry"]) is not None:
+            known: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in cut.items()}
+            geometry = PictureGeometry(**known, min_pixels=0, max_pixels=0, side_multiple=0)
+        return cls(Modality(given["modality"]), _array(given["values"]), geometry, bytes.fromhex(given["identity"]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,16 +86,20 @@ class Placing:
         return cls(runs, _array(given["positions"]), int(given["shift"]))
 
 
-def requested(samples: Sequence[Sample], layout: MediaLayout, *, weights: str) -> list[str]:
+def requested(samples: Sequence[Sample], model: ModelFolder, *, weights: str) -> list[str]:
     """Return what a request says of the media of its prompts, for each of them; the arrays stand in the first.
 
     Args:
         samples: Of one prompt group, and so with the same media.
-        layout: Of the model.
+        model: That is shown them.
         weights: Name of the weights that the request is for: features are kept by the server, and must not outlive them.
     """
-    shown = [_written(array) for array in _shown(samples[0], layout, weights)]
-    return [HEAD + json.dumps(_placed(sample, layout) | ({} if place else {"shown": shown})) for place, sample in enumerate(samples)]
+    layout = model.layout
+    assert layout is not None, "samples with media for a model that servers are sent none for are refused before"
+    arrays = [[ShownArray.of(*shown, weights=weights) for shown in _shown(piece, layout, model.extractor)] for piece in samples[0].media]
+    shown = [_written(array) for of_piece in arrays for array in of_piece]
+    kinds = [[array.modality for array in of_piece] for of_piece in arrays]
+    return [HEAD + json.dumps(_placed(sample, layout, kinds) | ({} if place else {"shown": shown})) for place, sample in enumerate(samples)]
 
 
 def read(sent: Sequence[str]) -> list[tuple[list[ShownArray], Placing]]:
@@ -98,32 +113,29 @@ def read(sent: Sequence[str]) -> list[tuple[list[ShownArray], Placing]]:
     return [(shown, Placing.read(one)) for one in said]
 
 
-def _shown(sample: Sample, layout: MediaLayout, weights: str) -> list[ShownArray]:
-    geometry = layout.pictures.geometry
-    found = []
-    for piece in sample.media:
-        modality = modality_of(piece.reference)
-        assert piece.pixels is not None, "what is heard is refused before: no model of `families.SEEING` hears"
-        said = repr((weights, modality.value, piece.pixels.shape, geometry.digest)).encode()
-        identity = hashlib.sha256(said + np.ascontiguousarray(piece.pixels).data).digest()
-        found.append(ShownArray(modality, piece.pixels, geometry, identity))
-    return found
+def _shown(piece: ProcessedMedia, layout: MediaLayout, extractor: Any) -> Iterator[tuple[Modality, NDArray[Any], PictureGeometry | None]]:
+    """Give what is seen of a piece, then what is heard: of a clip that may be both."""
+    if piece.pixels is not None:
+        yield modality_of(piece.reference), piece.pixels, layout.pictures.geometry
+    if piece.samples is not None:
+        yield Modality.AUDIO, spectrum_of(piece, extractor).numpy(), None
 
 
 def _written(array: ShownArray) -> dict[str, Any]:
-    geometry = {name: getattr(array.geometry, name) for name in GEOMETRY}
-    return {"modality": array.modality.value, "pixels": _base64(array.pixels), "geometry": geometry, "identity": array.identity.hex()}
+    geometry = None if array.geometry is None else {name: getattr(array.geometry, name) for name in GEOMETRY}
+    return {"modality": array.modality.value, "values": _base64(array.values), "geometry": geometry, "identity": array.identity.hex()}
 
 
-def _placed(sample: Sample, layout: MediaLayout) -> dict[str, Any]:
+def _placed(sample: Sample, layout: MediaLayout, kinds: Sequence[Sequence[Modality]]) -> dict[str, Any]:
+    """Say where arrays stand: `kinds` are those of each piece."""
     tokens, references = sample.sequence, [piece.reference for piece in sample.media]
     given = np.append(sample.given, np.zeros(len(sample.tokens), bool))
     cells = layout.cells(tokens, given, references)
     runs, first = [], 0
-    for piece in sample.media:
-        size = sum(map(len, layout.blocks(piece.reference)))
-        runs.append(_runs(cells[first : first + size]))
-        first += size
+    for piece, modalities in zip(sample.media, kinds, strict=True):
+        here = cells[first : first + sum(map(len, layout.blocks(piece.reference)))]
+        runs += [_runs(here[tokens[here] == layout.placeholders[modality]]) for modality in modalities]
+        first += len(here)
     return {"runs": runs, "positions": _base64(layout.positions(len(tokens), cells, references)), "shift": sample.position_shift}
 
 

@@ -1,13 +1,14 @@
 """What SGLang finds of ours by its entry points, in every process that it starts.
 
-It can then take media as the worker has processed them, and serve on a machine without an accelerator. Where there is one, or the CPU kernels of
-SGLang's own were asked for, nothing is done for the latter. Nothing of SGLang is imported before it asks.
+It can then take media as the worker has processed them and read the folders of models that do, and serve on a machine without an accelerator.
+Where there is one, or the CPU kernels of SGLang's own were asked for, nothing is done for the latter. Nothing of SGLang is imported before it asks.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 PLATFORM = "relax_events.engines.sglang.cpu_platform:TorchCpuPlatform"
@@ -31,25 +32,29 @@ def replace_cuda_call() -> None:
 
 
 def take_media() -> None:
-    """Let requests bring media in our form beside SGLang's own. (Entry point in `sglang.srt.plugins`.)"""
+    """Let requests bring media in our form beside SGLang's own, and models be read that take them. (Entry point in `sglang.srt.plugins`.)"""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for (target, name), kind in {
-        ("managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", "read_request"): HookType.BEFORE,
-        ("multimodal.processors.qwen_vl.QwenVLImageProcessor.process_mm_data_async", "processed"): HookType.AROUND,
-        ("managers.tokenizer_manager.TokenizerManager.get_internal_state", "with_mark"): HookType.AROUND,
-        ("managers.scheduler.Scheduler.flush_cache", "forget_features"): HookType.AFTER,
+    omni, mixture = "sglang.srt.models.qwen3_omni_moe.Qwen3OmniMoe", "sglang.srt.models.qwen3_vl_moe.Qwen3VLMoeForConditionalGeneration"
+    for (target, module, name), kind in {
+        ("sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", "media_intake", "read_request"): HookType.BEFORE,
+        ("sglang.srt.multimodal.processors.qwen_vl.QwenVLImageProcessor.process_mm_data_async", "media_intake", "processed"): HookType.AROUND,
+        ("sglang.srt.managers.tokenizer_manager.TokenizerManager.get_internal_state", "media_intake", "with_mark"): HookType.AROUND,
+        ("sglang.srt.managers.scheduler.Scheduler.flush_cache", "media_intake", "forget_features"): HookType.AFTER,
+        ("transformers.AutoConfig.from_pretrained", "model_intake", "whole"): HookType.AFTER,
+        (f"{omni}ForConditionalGeneration.load_weights", "model_intake", "load_thinker"): HookType.AROUND,
+        (f"{omni}ThinkerForConditionalGeneration.get_audio_feature", "model_intake", "heard_apart"): HookType.AROUND,
+        (f"{mixture}.load_weights", "model_intake", "load_mixture"): HookType.AROUND,
+        (f"{mixture}.__init__", "model_intake", "note_depth"): HookType.AFTER,
     }.items():
-        HookRegistry.register(f"sglang.srt.{target}", _later(name), kind)
+        HookRegistry.register(target, _later(module, name), kind)
 
 
-def _later(name: str) -> Callable[..., Any]:
-    """Import what takes media in when it is first called: SGLang's modules can't be imported while plugins are."""
+def _later(module: str, name: str) -> Callable[..., Any]:
+    """Import what is ours when it is first called: SGLang's modules can't be imported while plugins are."""
 
     def hook(*arguments: Any, **settings: Any) -> Any:
-        from relax_events.engines.sglang import media_intake
-
-        return getattr(media_intake, name)(*arguments, **settings)
+        return getattr(import_module(f"relax_events.engines.sglang.{module}"), name)(*arguments, **settings)
 
     return hook
 

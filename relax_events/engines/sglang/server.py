@@ -65,7 +65,7 @@ class SGLangServer:
             url = process.url if process else config.sglang.urls[0]
             client = SGLangClient(url, model=self._model, weights_seconds=config.sglang.start_seconds)
             served = Served.of(policy_version, model_path.absolute())
-            self._serving = Serving(client, process, config=config.sglang, served=served, layout=self._model.layout, tell=self._inbox.put)
+            self._serving = Serving(client, process, config=config.sglang, served=served, model=self._model, tell=self._inbox.put)
             stack.callback(lambda: self._loop.run(self._serving.close()))
             self._loop.run(self._serving.open(self._model, model))
             self._opened = stack.pop_all()

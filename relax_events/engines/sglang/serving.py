@@ -24,7 +24,6 @@ from relax_events.engines.sglang.fingerprints import Fingerprints
 from relax_events.engines.sglang.generation import Generation, Served
 from relax_events.engines.sglang.process import ServerProcess
 from relax_events.errors import ConfigError, EngineFailed, EnvironmentProblem, WeightsError
-from relax_events.models.media_layout import MediaLayout
 
 log = structlog.get_logger()
 LOOK_SECONDS = 0.2
@@ -42,10 +41,10 @@ class Serving:
         *,
         config: SGLangConfig,
         served: Served,
-        layout: MediaLayout | None,
+        model: ModelFolder,
         tell: Tell,
     ) -> None:
-        self.generation = Generation(client, served=served, layout=layout, hand_out=tell)
+        self.generation = Generation(client, served=served, model=model, hand_out=tell)
         self.failure: EngineFailed | None = None
         self._client, self._process, self._config, self._tell = client, process, config, tell
         self._fingerprints = Fingerprints({}, dtype=torch.float32)
