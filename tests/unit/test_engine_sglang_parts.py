@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen
 from relax_events.config import SGLangConfig
 from relax_events.engines.requests import admitted_samples
 from relax_events.engines.rows import Sample
-from relax_events.engines.sglang import plugin
+from relax_events.engines.sglang import model_intake, plugin
 from relax_events.engines.sglang.checkpoint import ModelFolder, not_finite
 from relax_events.engines.sglang.engine import servers
 from relax_events.engines.sglang.fingerprints import Fingerprints
@@ -56,6 +56,11 @@ def test_fused_experts_are_read_as_transformers_reads_them(tmp_path: Path, is_tu
     tensors |= {name: tensors[name].transpose(1, 2).contiguous() for name in fused if is_turned}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     check_fits(path, AutoModelForImageTextToText)
+    loaded: dict[str, torch.Tensor] = {}
+    model_intake.load_mixture(lambda _, named: loaded.update(named), SimpleNamespace(config=SimpleNamespace(hidden_size=32)), tensors.items())
+    assert {tuple(loaded[name].shape) for name in fused} == {(8, 32, 64)}  # as published, however they lie
+    assert all(torch.equal(loaded[name], tensors[name] if is_turned else tensors[name].transpose(1, 2)) for name in fused)
+    assert all(loaded[name] is tensors[name] for name in tensors if ".experts." not in name)
 
 
 def test_thinker_of_a_whole_model_has_the_names_of_one_alone() -> None:

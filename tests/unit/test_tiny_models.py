@@ -59,6 +59,12 @@ def test_make_tiny_makes_mixtures_of_experts_when_asked(tmp_path: Path) -> None:
     assert torch.isfinite(logits).all()
 
 
+def test_tokenizer_of_a_model_that_hears_names_the_placeholders_for_its_processor(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path, corpus=PROMPTS, family="qwen3_omni_moe_thinker", hidden_size=32, num_layers=1)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    assert (tokenizer.image_token, tokenizer.audio_token, tokenizer.vision_eos_token) == ("<|image_pad|>", "<|audio_pad|>", "<|vision_end|>")
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [

@@ -185,16 +185,24 @@ def folder_tensors(named: Iterable[tuple[str, Tensor]], *, hidden_size: int) -> 
     """Give the tensors of a model's folder as a trainer means them: experts one by one, a thinker's as if it were there alone.
 
     Args:
-        named: As they lie there. Qwen3-VL publishes its fused experts turned, and transformers saves them as they came: shapes tell.
+        named: As they lie there.
         hidden_size: Of the decoder.
-    Source: `Transpose(check_dims=True)` in the conversions of transformers.
     """
     for name, tensor in named:
         if (part := WHOLE.match(name)) is not None and part[0] != THINKER:
             continue
-        fused = FUSED_EXPERTS.match(name) if tensor.ndim == 3 else None
-        is_turned = fused is not None and tensor.shape[2 if fused[2] == "gate_up_proj" else 1] != hidden_size
-        yield from single_tensors(name.removeprefix(THINKER), tensor.transpose(1, 2) if is_turned else tensor)
+        yield from single_tensors(name.removeprefix(THINKER), as_kept(name, tensor, hidden_size=hidden_size))
+
+
+def as_kept(name: str, tensor: Tensor, *, hidden_size: int) -> Tensor:
+    """Turn fused experts of a folder as transformers keeps them: Qwen3-VL is published with them turned, and shapes tell.
+
+    Source: `Transpose(check_dims=True)` in the conversions of transformers.
+    """
+    if (found := FUSED_EXPERTS.match(name)) is None or tensor.ndim != 3:
+        return tensor
+    is_turned = tensor.shape[2 if found[2] == "gate_up_proj" else 1] != hidden_size
+    return tensor.transpose(1, 2) if is_turned else tensor
 
 
 def _header(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -2,7 +2,7 @@
 
 SGLang knows Qwen3-Omni as it is published whole: with a talker, and all names of the thinker beginning with `thinker.`. Of a folder that holds
 the thinker alone, and of the versions of both, whose names are the thinker's, it is told the rest here. It takes the fused experts of
-Qwen3-VL as they are published and no others; it is given them one by one.
+Qwen3-VL as they are published alone; transformers saves others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeThinkerConfig
 
-from relax_events.engines.sglang.checkpoint import THINKER, folder_tensors
+from relax_events.engines.sglang.checkpoint import FUSED_EXPERTS, THINKER, as_kept, folder_tensors
 
 WHOLE_CLASS = "Qwen3OmniMoeForConditionalGeneration"
 
@@ -33,13 +33,19 @@ def load_thinker(original: Callable[..., Any], model: Any, weights: Iterable[tup
 
 
 def load_mixture(original: Callable[..., Any], model: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
-    """Load a mixture whose experts are one by one, or together in either order."""
-    return original(model, folder_tensors(weights, hidden_size=model.config.hidden_size))
+    """Load a mixture whose experts, where they are fused, lie in either order."""
+    return original(model, ((name, _published(name, tensor, hidden_size=model.config.hidden_size)) for name, tensor in weights))
+
+
+def _published(name: str, tensor: Tensor, *, hidden_size: int) -> Tensor:
+    is_fused = FUSED_EXPERTS.match(name) is not None and tensor.ndim == 3
+    return as_kept(name, tensor, hidden_size=hidden_size).transpose(1, 2) if is_fused else tensor
 
 
 def note_depth(_: None, model: Any, *__: Any, **___: Any) -> None:
     """Add what is seen behind as many layers as the vision tower gives something for, where SGLang counts on three."""
-    model.model.deepstack_embed_to_decoder_layer = range(model.num_deepstack_embeddings)
+    if hasattr(model, "model"):  # a server of towers alone has no layers
+        model.model.deepstack_embed_to_decoder_layer = range(model.num_deepstack_embeddings)
 
 
 def heard_apart(original: Callable[..., Tensor], model: Any, items: list[Any]) -> Tensor:
