@@ -20,11 +20,13 @@ START_SECONDS = 60.0
 
 
 @contextmanager
-def served(path: Path | None = None, *, is_incremental: bool = False, token: str = "", **settings: Any) -> Iterator[str]:
+def served(
+    path: Path | None = None, *, is_incremental: bool = False, records_experts: bool = False, token: str = "", **settings: Any
+) -> Iterator[str]:
     """Serve a model on a free port, and give the address."""
     path = path or tiny_model()
     bounds = {"max_running_samples": 16, "max_context_tokens": 512} | settings
-    model = ModelConfig(path=path, device="cpu")
+    model = ModelConfig(path=path, device="cpu", routing_replay="rollout" if records_experts else "none")
     app = make_app(model, EngineConfig(**bounds), model_name="tiny", is_incremental=is_incremental, token=token)
     with open_listener("127.0.0.1", 0, remedies=("", ""), what="a test") as listener:
         listener.listen()

@@ -22,6 +22,7 @@ def serve(
     device: str = "auto",
     threads: int = 1,
     incremental_streaming_output: bool = False,
+    enable_return_routed_experts: bool = False,
     token_file: Path | None = None,
 ) -> None:
     """Serve a model by engine `transformers` behind SGLang's HTTP API and a part of OpenAI's, until Ctrl-C.
@@ -39,17 +40,21 @@ def serve(
         device: Where they go; `auto` takes a GPU where there is one.
         threads: CPU threads; 0 leaves the choice to torch.
         incremental_streaming_output: Let streamed events have what is new, as engine `sglang` needs it, not all so far.
+        enable_return_routed_experts: Tell who asks which experts each token went through, as `model.routing_replay` needs it.
         token_file: Holds a token without which nobody is answered.
     """
     from relax_events.broker.security.folder import read_secret
     from relax_events.errors import ConfigError, EnvironmentProblem
     from relax_events.listening import missing_package, open_listener, url_of
+    from relax_events.models.mixtures import has_experts
 
     if missing := missing_package():
         raise EnvironmentProblem(f"relax serve needs {missing}, which is not installed; install relax-events[api]")
     token = read_secret(token_file, key="--token-file") if token_file else ""
     if not token and host not in LOOPBACK:
         raise ConfigError(f"--host {host} lets other machines load weights from any folder here; give a --token-file, or listen on {LOOPBACK[0]}")
+    if enable_return_routed_experts and not has_experts(model):
+        raise ConfigError(f"the model in {model} is no mixture of experts; leave --enable-return-routed-experts out")
     remedies = "give another --port, 0 for a free one", "give an address of this machine as --host"
     with open_listener(host, port, remedies=remedies, what="the model") as listener:
         listener.listen()
@@ -59,7 +64,7 @@ def serve(
         from relax_events.engines.api.app import make_app
 
         app = make_app(
-            ModelConfig(path=model, dtype=dtype, device=device),
+            ModelConfig(path=model, dtype=dtype, device=device, routing_replay="rollout" if enable_return_routed_experts else "none"),
             EngineConfig(max_context_tokens=max_context_tokens, max_running_samples=max_running_samples, threads=threads),
             model_name=served_model_name or model.resolve().name,
             is_incremental=incremental_streaming_output,

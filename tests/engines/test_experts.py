@@ -1,15 +1,18 @@
-"""A mixture of experts on a real SGLang server that tells which experts each token went through."""
+"""A mixture of experts on servers that tell which experts each token went through: SGLang's, and our own, which speaks as that does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from engine_requests import continued, finish, make_prompt, make_request, other_weights, plain_logprobs, tiny_model
 from routed_samples import chosen_by
+from served_model import served
 
 from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
@@ -17,21 +20,23 @@ from relax_events.engines.sglang.engine import SGLangEngine
 from relax_events.events.parts import VersionSegment
 
 pytestmark = pytest.mark.timeout(720)  # the first test waits for the server
-FAMILY, LONG = "qwen3_moe", 200
+FAMILY, LONG = "qwen3_moe", 300
 
 
-@pytest.fixture(scope="module")
-def engine(sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
-    """Open an engine with a server of its own, which ends with it and leaves nothing behind."""
+@pytest.fixture(scope="module", params=["sglang", "served"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    """Open an engine with an SGLang server of its own, which ends with it, or at a server of ours; neither leaves anything behind."""
     path, directory = tiny_model(FAMILY), tmp_path_factory.mktemp("weights")
-    config = EngineConfig(
-        max_running_samples=8,
-        max_context_tokens=512,
-        sglang=SGLangConfig(python=sglang_python, weights_directory=directory, stream_interval_tokens=4),
-    )
-    opened = SGLangEngine(path, config=config, model=ModelConfig(path=path, routing_replay="rollout"))
-    yield opened
-    opened.close()
+    with ExitStack() as stack:
+        if request.param == "sglang":
+            server: dict[str, Any] = {"python": request.getfixturevalue("sglang_python")}
+        else:
+            server = {"urls": (stack.enter_context(served(path, is_incremental=True, records_experts=True)),)}
+        sglang = SGLangConfig(weights_directory=directory, stream_interval_tokens=4, **server)
+        config = EngineConfig(max_running_samples=8, max_context_tokens=512, sglang=sglang)
+        opened = SGLangEngine(path, config=config, model=ModelConfig(path=path, routing_replay="rollout"))
+        stack.callback(opened.close)
+        yield opened
     assert list(directory.iterdir()) == []
 
 
@@ -52,7 +57,7 @@ def begin(engine: SGLangEngine, request: GenerationRequest) -> list[GeneratedSam
     """Let samples begin, and take them out again with more than a few tokens."""
     engine.submit(request)
     while True:
-        assert engine.poll(timeout_seconds=0.3) == []
+        assert engine.poll(timeout_seconds=0.1) == []
         partial = engine.abort()
         if min(len(sample.tokens) for sample in partial) > 8:
             return partial

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ import httpx2
 import numpy as np
 import pytest
 from engine_requests import other_weights, plain_logprobs, tiny_model
+from routed_samples import chosen_by
 from served_model import served
 
+from relax_events.cli.serve import serve
 from relax_events.engines.sglang.checkpoint import ModelFolder
+from relax_events.errors import ConfigError
 from relax_events.models.tiny import make_tiny
 from relax_events.weights import Weights
 
@@ -127,6 +131,7 @@ def test_chat_is_answered_at_once_and_in_pieces(url: str) -> None:
         ("/generate", {"text": "a", "sampling_params": {"max_tokens": 3}}, "max_tokens"),
         ("/generate", {"text": "a", "sampling_params": {"min_p": 0.5}}, "sampling by min_p is not done here"),
         ("/generate", {"text": "a", "image_data": "x.png"}, "image_data is not taken here"),
+        ("/generate", {"text": "a", "return_routed_experts": True}, "start the server with --enable-return-routed-experts"),
         ("/generate", {"input_ids": [1, 5000]}, "prompt 0 must have at least one token, of ids from 0 to"),
         ("/generate", {"input_ids": []}, "must have at least one token"),
         ("/generate", {"input_ids": [1] * 5000}, "must leave room for one more"),
@@ -135,6 +140,7 @@ def test_chat_is_answered_at_once_and_in_pieces(url: str) -> None:
         ("/pause_generation", {"mode": "softly"}, "mode"),
         ("/update_weights_from_disk", {"model_path": "/nowhere"}, "/nowhere holds no config.json"),
         ("/v1/chat/completions", {"messages": []}, "messages"),
+        ("/v1/completions", {"prompt": "a", "return_routed_experts": True}, "return_routed_experts is not done here"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools is not done here"),
     ],
 )
@@ -164,6 +170,39 @@ def test_other_weights_take_over_between_two_tokens(tmp_path: Path) -> None:
     for span, path in ((before, tiny_model()), (after, other)):
         place = slice(span["start"], span["end"])
         np.testing.assert_allclose(logprobs[place], plain_logprobs(np.array(PROMPT), tokens, path=path)[place], atol=1e-5)
+
+
+def told(reply: dict[str, Any], *, num_layers: int = 2, top_k: int = 2) -> np.ndarray:
+    """Read what is told of experts, as SGLang's `extract_routed_experts_from_meta_info` does."""
+    return np.frombuffer(b64decode(reply["meta_info"]["routed_experts"]), np.int32).reshape(-1, num_layers, top_k)
+
+
+def test_experts_are_told_of_as_by_sglang_at_the_end_alone() -> None:
+    path = tiny_model("qwen3_moe")
+    with served(path, records_experts=True) as url:
+        assert httpx2.get(f"{url}/server_info", trust_env=False).json()["enable_return_routed_experts"] is True
+        whole = generate(url, num_tokens=300, return_routed_experts=True, sampling={"sampling_seed": 3})
+        expected = chosen_by(path, np.array(PROMPT + whole["output_ids"]))
+        assert told(whole).tolist() == expected.tolist()
+        assert "routed_experts" not in generate(url, num_tokens=2)["meta_info"]
+        sampling = {"max_new_tokens": 300, "ignore_eos": True, "sampling_seed": 3}
+        body = {"input_ids": PROMPT, "sampling_params": sampling, "stream": True, "return_routed_experts": True, "routed_experts_start_len": 2}
+        *growing, last = events(url, "/generate", body)
+        assert growing
+        assert not any("routed_experts" in event["meta_info"] for event in growing)
+        assert told(last).tolist() == expected[2:].tolist()
+        stop = whole["text"][100:103]
+        cut = generate(url, num_tokens=300, return_routed_experts=True, sampling={"sampling_seed": 3, "stop": stop})
+        assert 0 < len(told(cut)) == len(PROMPT) + len(cut["output_ids"]) - 1 < len(expected)
+        for asked, text in {(4, 8): "must lie in each prompt, got 4 for one of 3 tokens", (0, 0): "draw a token"}.items():
+            start, num_tokens = asked
+            refused = generate(url, code=400, num_tokens=num_tokens, return_routed_experts=True, routed_experts_start_len=start)
+            assert text in refused["message"]
+
+
+def test_experts_that_a_model_does_not_have_are_not_told_of() -> None:
+    with pytest.raises(ConfigError, match="is no mixture of experts; leave --enable-return-routed-experts out"):
+        serve(tiny_model(), enable_return_routed_experts=True)
 
 
 def test_checksums_of_experts_are_those_of_the_checkpoint(tmp_path: Path) -> None:

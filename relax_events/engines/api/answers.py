@@ -52,6 +52,7 @@ class Answer:
         top_tokens: Most probable ids at each, [tokens, num_top]; None where none are wanted.
         text: Without special tokens unless they are wanted, and without the text that stopped it.
         finish: Why it ended; None while it goes on.
+        experts: Which the tokens of prompt and completion went through, all but the last, [tokens, layers, top_k]; None where that is not recorded.
         spans: Runs of tokens by the name of their weights.
         seconds: Since it was asked for.
     """
@@ -63,6 +64,7 @@ class Answer:
     finish: Finish | None
     spans: list[dict[str, Any]]
     seconds: float
+    experts: NDArray[np.generic] | None = None
 
 
 class Respondent:
@@ -93,7 +95,7 @@ class Respondent:
         is_looked_at = question.is_streamed or bool(params.stops)
         async with aclosing(self.station.generate(self._request(question), is_streamed=is_looked_at)) as samples:
             async for sample, has_ended in samples:
-                answer = self._answer(params, sample, has_ended=has_ended, seconds=time.monotonic() - asked_at)
+                answer = self._answer(question, sample, has_ended=has_ended, seconds=time.monotonic() - asked_at)
                 if question.is_streamed or answer.finish is not None:
                     yield answer
                 if answer.finish is not None:
@@ -117,8 +119,8 @@ class Respondent:
             num_top_tokens=question.num_top,
         )
 
-    def _answer(self, params: SamplingParams, sample: GeneratedSample, *, has_ended: bool, seconds: float) -> Answer:
-        tokens, matched = sample.tokens, ""
+    def _answer(self, question: Question, sample: GeneratedSample, *, has_ended: bool, seconds: float) -> Answer:
+        params, tokens, matched = question.params, sample.tokens, ""
         text = self.text(tokens, skip_special_tokens=params.skip_special_tokens)
         if any(stop in text for stop in params.stops):
             count, matched = self._stopped(tokens, params)
@@ -133,6 +135,7 @@ class Respondent:
             finish={"type": "stop", "matched": matched} if matched else _finish(sample) if has_ended else None,
             spans=self._spans(sample, len(tokens)),
             seconds=seconds,
+            experts=None if sample.routed_experts is None else sample.routed_experts[: len(question.tokens) + len(tokens) - 1],
         )
 
     def _stopped(self, tokens: NDArray[np.int32], params: SamplingParams) -> tuple[int, str]:

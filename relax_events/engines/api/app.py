@@ -18,6 +18,7 @@ from relax_events.engines.api.answers import Respondent
 from relax_events.engines.api.native import native_routes
 from relax_events.engines.api.openai import openai_routes
 from relax_events.engines.api.station import Station
+from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.transformers import TransformersEngine
 from relax_events.errors import ConfigError, EngineFailed, PoisonSample, RelaxError
 
@@ -32,7 +33,7 @@ def make_app(model: ModelConfig, engine: EngineConfig, *, model_name: str, is_in
     """Load a model and make the application that serves it; the engine runs while the application does.
 
     Args:
-        model: Folder, dtype and device.
+        model: Folder, dtype and device, and whether it is told which experts tokens go through.
         engine: Bounds on rows and context.
         model_name: What OpenAI's clients call it.
         is_incremental: Whether a streamed event has what is new, or all so far.
@@ -40,6 +41,7 @@ def make_app(model: ModelConfig, engine: EngineConfig, *, model_name: str, is_in
     Raises:
         ConfigError: The model can't be loaded or served.
     """
+    recorded = ModelFolder.read(model.path, records_experts=True) if model.replays_routing else None
     station = Station(TransformersEngine(model.path, config=engine, model=model))
     respondent = Respondent(station, _renderer(model.path))
 
@@ -50,7 +52,7 @@ def make_app(model: ModelConfig, engine: EngineConfig, *, model_name: str, is_in
         station.close()
 
     app = FastAPI(title="Relax Events", version=__version__, summary=SUMMARY, lifespan=runs)
-    app.include_router(native_routes(respondent, model_path=model.path.absolute(), is_incremental=is_incremental))
+    app.include_router(native_routes(respondent, model_path=model.path.absolute(), recorded=recorded, is_incremental=is_incremental))
     app.include_router(openai_routes(respondent, model_name=model_name, max_context_tokens=engine.max_context_tokens))
     app.add_exception_handler(RequestValidationError, _not_understood)
     app.add_exception_handler(RelaxError, _refused)

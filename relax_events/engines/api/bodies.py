@@ -28,7 +28,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Settings of SGLang's sampling that we don't have, with the values that ask for nothing."""
 NOT_DONE = ("image_data", "video_data", "audio_data", "input_embeds", "lora_path", "session_params", "custom_logit_processor")
 """Fields of SGLang's requests that ask for what we don't have."""
-CHAT_NOT_DONE = ("tools", "logit_bias", "response_format", "functions", "top_logprobs")
+CHAT_NOT_DONE = ("tools", "logit_bias", "response_format", "functions", "top_logprobs", "return_routed_experts")
 
 
 class SamplingParams(BaseModel):
@@ -83,6 +83,8 @@ class GenerateBody(BaseModel):
     logprob_start_len: int | list[int] = -1
     top_logprobs_num: int | list[int] = 0
     return_text_in_logprobs: bool = False
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = Field(default=0, ge=0)
     stream: bool = False
 
     @model_validator(mode="before")

@@ -19,7 +19,7 @@ from relax_events.engines.api.answers import Answer, Question, Respondent, merge
 from relax_events.engines.api.bodies import AbortBody, CheckBody, GenerateBody, LoadBody, PauseBody, SamplingParams
 from relax_events.engines.api.station import Station
 from relax_events.engines.api.streams import event_stream, unless_gone
-from relax_events.engines.sglang.checkpoint import single_tensors
+from relax_events.engines.sglang.checkpoint import ModelFolder, single_tensors
 from relax_events.engines.sglang.client import SUPPORTED
 from relax_events.engines.sglang.fingerprints import Recipe
 from relax_events.errors import EngineFailed, PoisonSample, RelaxError
@@ -29,29 +29,30 @@ Logprob = tuple[float | None, int, str | None]
 """Of a token, in nats; null where it is no finite number or not known. Its id, and its text where that is wanted."""
 
 
-def native_routes(respondent: Respondent, *, model_path: Path, is_incremental: bool) -> APIRouter:
+def native_routes(respondent: Respondent, *, model_path: Path, recorded: ModelFolder | None, is_incremental: bool) -> APIRouter:
     """Make the routes.
 
     Args:
         respondent: Answers.
         model_path: Of the model that is served.
+        recorded: The same with its experts, where it is told which of them tokens go through.
         is_incremental: Whether a streamed event has what is new, or all so far.
     """
-    routes = APIRouter()
-    routes.include_router(_asking(respondent, is_incremental=is_incremental))
-    routes.include_router(_telling(respondent, model_path=model_path, is_incremental=is_incremental))
+    routes, said = APIRouter(), {"incremental_streaming_output": is_incremental, "enable_return_routed_experts": recorded is not None}
+    routes.include_router(_asking(respondent, recorded, is_incremental=is_incremental))
+    routes.include_router(_telling(respondent, {"model_path": str(model_path), **said}))
     routes.include_router(_steering(respondent.station))
     return routes
 
 
-def _asking(respondent: Respondent, *, is_incremental: bool) -> APIRouter:
+def _asking(respondent: Respondent, recorded: ModelFolder | None, *, is_incremental: bool) -> APIRouter:
     """Generation, and its end before its time."""
     routes, station = APIRouter(), respondent.station
 
     @routes.post("/generate")
     async def generate(request: Request, body: GenerateBody) -> Response:
         """Generate for one prompt or several."""
-        asked = _Asked(respondent, body, is_incremental=is_incremental)
+        asked = _Asked(respondent, body, recorded=recorded, is_incremental=is_incremental)
         asked.input_logprobs = await station.call(asked.input_scores)
         if body.stream:
             return StreamingResponse(event_stream(_events(asked)), media_type="text/event-stream")
@@ -66,8 +67,8 @@ def _asking(respondent: Respondent, *, is_incremental: bool) -> APIRouter:
     return routes
 
 
-def _telling(respondent: Respondent, *, model_path: Path, is_incremental: bool) -> APIRouter:
-    """What the server is, and how it is."""
+def _telling(respondent: Respondent, said: dict[str, Any]) -> APIRouter:
+    """What the server says of itself, and how it is."""
     routes, station = APIRouter(), respondent.station
 
     @routes.get("/ready")
@@ -91,14 +92,13 @@ def _telling(respondent: Respondent, *, model_path: Path, is_incremental: bool) 
     @routes.get("/get_server_info")
     def server_info() -> dict[str, Any]:
         """Say which SGLang this is like."""
-        version = SUPPORTED[-1]
-        return {"version": version, "server": "relax-events", "model_path": str(model_path), "incremental_streaming_output": is_incremental}
+        return {"version": SUPPORTED[-1], "server": "relax-events", **said}
 
     @routes.get("/model_info")
     @routes.get("/get_model_info")
     def model_info() -> dict[str, Any]:
         """Say what is served."""
-        return {"model_path": str(model_path), "is_generation": True, "weight_version": station.names[-1]}
+        return {"model_path": said["model_path"], "is_generation": True, "weight_version": station.names[-1]}
 
     return routes
 
@@ -156,13 +156,15 @@ class _Asked:
         questions: One for each sample of each prompt, in the order of the answers.
     """
 
-    def __init__(self, respondent: Respondent, body: GenerateBody, *, is_incremental: bool) -> None:
+    def __init__(self, respondent: Respondent, body: GenerateBody, *, recorded: ModelFolder | None, is_incremental: bool) -> None:
         self.body, self.input_logprobs = body, dict[int, list[Logprob]]()
-        self.respondent, self._is_incremental = respondent, is_incremental and body.stream
+        self.respondent, self._recorded, self._is_incremental = respondent, recorded, is_incremental and body.stream
         self._prompts = [self._prompt(place) for place in range(body.num_prompts)]
         asked = [(place, question) for place in range(body.num_prompts) for question in self._questions(place)]
         self._places, self.questions = [place for place, _ in asked], [question for _, question in asked]
         self._shown: dict[str, tuple[int, str]] = {}
+        if body.return_routed_experts:
+            self._require_record()
 
     def _questions(self, place: int) -> list[Question]:
         """Return what is asked of a prompt, once for each of its samples."""
@@ -204,6 +206,9 @@ class _Asked:
             meta["input_token_logprobs"] = self.input_logprobs.get(place, [])
             if answer.top_tokens is not None:
                 meta["output_top_logprobs"] = [self._entries(row, [None] * len(row)) for row in answer.top_tokens[tokens:]]
+        if self.body.return_routed_experts and answer.finish and answer.experts is not None and len(answer.experts):
+            assert self._recorded is not None, "refused before"
+            meta["routed_experts"] = self._recorded.told_experts(answer.experts[self.body.routed_experts_start_len :])
         return {"text": answer.text[len(text) :], "output_ids": answer.tokens[tokens:].tolist(), "meta_info": meta, "index": number}
 
     def _prompt(self, place: int) -> NDArray[np.int32]:
@@ -213,6 +218,15 @@ class _Asked:
             vocabulary = f"ids from 0 to {self.respondent.station.engine.vocab_size - 1}"
             raise PoisonSample(f"prompt {place} must have at least one token, of {vocabulary}; got {tokens.tolist()[:8]}")
         return tokens.astype(np.int32)
+
+    def _require_record(self) -> None:
+        start, shortest = self.body.routed_experts_start_len, min(map(len, self._prompts))
+        if self._recorded is None:
+            raise PoisonSample("return_routed_experts: nothing is recorded here; start the server with --enable-return-routed-experts")
+        if start > shortest:
+            raise PoisonSample(f"routed_experts_start_len must lie in each prompt, got {start} for one of {shortest} tokens")
+        if any(question.params.max_new_tokens == 0 for question in self.questions):
+            raise PoisonSample("return_routed_experts with max_new_tokens = 0: a prompt that nothing is drawn after is not read; draw a token")
 
     def _entries(self, tokens: NDArray[np.int32], logprobs: Sequence[float | None]) -> list[Logprob]:
         texts: list[str | None] = [None] * len(tokens)

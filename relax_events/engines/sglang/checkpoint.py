@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -111,6 +111,13 @@ class ModelFolder:
         assert self.experts is not None, "asked of a folder that records no experts"
         of_all_layers = np.frombuffer(b64decode(data), "<i4").reshape(-1, self.num_layers, self.experts.top_k)
         return self.experts.compact(of_all_layers[:, self.expert_layers])
+
+    def told_experts(self, chosen: NDArray[np.generic]) -> str:
+        """Write what a server tells of each token, as `chosen_experts` reads it; layers without experts have zeros."""
+        assert self.experts is not None, "asked of a folder that records no experts"
+        of_all_layers = np.zeros((len(chosen), self.num_layers, self.experts.top_k), "<i4")
+        of_all_layers[:, self.expert_layers] = chosen
+        return b64encode(of_all_layers.data).decode()
 
     def tensors(self) -> dict[str, Tensor]:
         """Load the folder's own weights, by the names of `shapes`."""
