@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from socket import socket
+
+    from fastapi import FastAPI
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 DRAIN_SECONDS = 30
@@ -58,10 +63,8 @@ def serve(
     remedies = "give another --port, 0 for a free one", "give an address of this machine as --host"
     with open_listener(host, port, remedies=remedies, what="the model") as listener:
         listener.listen()
-        import uvicorn  # only now, as it takes seconds: what is wrong so far is said at once
-
         from relax_events.config import EngineConfig, ModelConfig
-        from relax_events.engines.api.app import make_app
+        from relax_events.engines.api.app import make_app  # only now, as it takes seconds: what is wrong so far is said at once
 
         app = make_app(
             ModelConfig(path=model, dtype=dtype, device=device, routing_replay="rollout" if enable_return_routed_experts else "none"),
@@ -71,5 +74,12 @@ def serve(
             token=token,
         )
         print(url_of(listener), flush=True)
-        settings = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN_SECONDS)
-        uvicorn.Server(settings).run(sockets=[listener])
+        _answer(app, listener)
+
+
+def _answer(app: FastAPI, listener: socket) -> None:
+    """Answer until the process is told to end, and what is under way then."""
+    import uvicorn
+
+    settings = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN_SECONDS)
+    uvicorn.Server(settings).run(sockets=[listener])
