@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from io import BytesIO
@@ -16,14 +17,18 @@ from engine_requests import MakeEngine, continued, finish
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.torch import load_file
+from sglang_servers import BOUNDS as SERVER_BOUNDS
 from sglang_servers import engines_at, started_server
 
 from relax_events.config import MediaConfig
-from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest
+from relax_events.data.rendering import PromptRenderer
+from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, Task
 from relax_events.engines.sglang import generation, media_wire
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.sglang.flights import Flight
 from relax_events.engines.sglang.media_wire import HEAD
+from relax_events.environments.episodes import Episodes
+from relax_events.environments.pool import EnvironmentPool
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import FinishReason, Modality, VersionSegment
 from relax_events.media.items import MediaItem
@@ -33,13 +38,15 @@ from relax_events.models.media_inputs import MediaSequence, ProcessedMedia
 from relax_events.models.media_layout import MediaLayout, OmniLayout
 from relax_events.models.mixtures import has_experts
 from relax_events.models.tiny import make_tiny
+from relax_events.objects.roots import media_in
 from relax_events.weights import Weights
 from relax_events.weights.artifacts import weights_digest
 from tests.folders import kept_folder
 from tests.unit.moving_and_sounding import BOUNDS, OMNI, SMALL, expert_model, item_of, media_run, plain_omni, whole_omni_model
-from tests.unit.pictures import picture_model, plain_model, prompt_of, request_about
+from tests.unit.pictures import picture_model, plain_model, prompt_of, question, request_about
 
 pytestmark = pytest.mark.timeout(720)  # the first test waits for the server
+ENVIRONMENTS = Path(__file__).parents[1] / "unit" / "environments_of_tests.py"
 LONG = 200
 PICTURE, CLIP, WIDE = (Modality.IMAGE, (64, 48)), (Modality.VIDEO, (48, 32, 9)), (Modality.IMAGE, (96, 32))
 SOUND, LONGER, LONGEST = ((Modality.AUDIO, seconds) for seconds in (0.4, 1.13, 9.2))
@@ -72,8 +79,8 @@ def model(request: pytest.FixtureRequest) -> Model:
 
 @pytest.fixture(scope="module")
 def url(model: Model, sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Give the address of a server on the tiny model."""
-    arguments = (EXPERTS,) if has_experts(model()) else ()
+    """Give the address of a server on the tiny model; it reads prompts in pieces, which end within pictures."""
+    arguments = ("--chunked-prefill-size", "48", *((EXPERTS,) if has_experts(model()) else ()))
     with started_server(model(), tmp_path_factory.mktemp("server"), python=sglang_python, arguments=arguments) as url:
         yield url
 
@@ -127,8 +134,10 @@ def plain(path: Path) -> Any:
     return plain_omni(path) if hears(path) else plain_model(path)
 
 
-def expected(request: GenerationRequest, tokens: NDArray[np.int32], *, path: Path, bounds: MediaConfig = BOUNDS) -> NDArray[np.float64]:
-    """Compute a completion's log-probabilities from one whole forward as the trainer makes it, in float64."""
+def expected(
+    request: GenerationRequest, tokens: NDArray[np.int32], *, path: Path, bounds: MediaConfig = BOUNDS, start: int | None = None
+) -> NDArray[np.float64]:
+    """Compute log-probabilities of a completion, or of all from a token on, from one whole forward as the trainer makes it, in float64."""
     family, model = family_of(path, bounds), plain(path)
     whole = np.concatenate([request.prompt_tokens, tokens])
     given, places = np.append(request.given, np.zeros(len(tokens), bool)), np.arange(len(whole))
@@ -137,7 +146,7 @@ def expected(request: GenerationRequest, tokens: NDArray[np.int32], *, path: Pat
     with torch.no_grad():
         logits = model.lm_head(family.hidden(model, ids, torch.from_numpy(places)[None], media, use_cache=False))[0]
     picked: NDArray[np.float64] = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
-    return picked[len(request.prompt_tokens) - 1 :]
+    return picked[(len(request.prompt_tokens) if start is None else start) - 1 :]
 
 
 def check(
@@ -225,6 +234,34 @@ def test_experts_are_those_of_the_trainer_for_all_tokens_media_among_them(url: s
             assert sample.routed_experts.tolist() == chosen_by(model(), request, sample.tokens).tolist()
 
 
+def test_swap_lets_what_has_begun_go_on_and_all_else_begin_anew(make: MakeEngine, model: Model, library: MediaLibrary) -> None:
+    """Some that wait, or are read in part, have the pictures of samples that run: nothing of them that the server keeps may be used."""
+    engine, other = make(), model(seed=4)
+    pieces = [pieces_of(library, [PICTURE, CLIP, WIDE], seed=10 * number) for number in range(5)]
+    running = asked(model(), 1, pieces[0], num_samples=3, max_new_tokens=LONG)
+    requests = [running, *(asked(model(), 2 + number, shown) for number, shown in enumerate(pieces))]
+    engine.submit(running)
+    while engine.num_tokens < 40:
+        assert engine.poll(timeout_seconds=0.02) == []
+    for request in requests[1:]:
+        engine.submit(request)
+    engine.load_weights(weights_of(other, 1), on_running="swap")
+    samples = finish(engine)
+    differences: dict[VersionSegment, list[float]] = {}
+    for request in requests:
+        for name in (sample.sample_id for sample in request.samples):
+            sample, first = samples[name], 0
+            by_version = [expected(request, sample.tokens, path=model()), expected(request, sample.tokens, path=other)]
+            for segment in sample.segments:
+                place = slice(first, first := first + segment.num_tokens)
+                largest = np.abs(sample.logprobs - by_version[segment.policy_version])[place].max()
+                differences.setdefault(replace(segment, num_tokens=1), []).append(float(largest))
+    assert max(differences[VersionSegment(0, 1)]) < TOLERANCE
+    assert max(differences[VersionSegment(1, 1)]) < TOLERANCE
+    assert min(differences[VersionSegment(1, 1, kept_cache=True)]) > 1e-3
+    check(engine, [asked(model(), 0, pieces[0])], path=other)
+
+
 def test_aborted_samples_go_on_behind_their_media(make: MakeEngine, model: Model, library: MediaLibrary) -> None:
     engine, request = make(), asked(model(), 1, pieces_of(library, [CLIP]), max_new_tokens=LONG)
     engine.submit(request)
@@ -246,6 +283,32 @@ def test_pictures_of_the_same_patches_and_another_shape_share_no_cache(make: Mak
     assert len({request.prompt_tokens.tobytes() for request in requests}) == 1
     for request in requests:
         check(engine, [request], path=model())
+
+
+def test_answers_to_pictures_that_come_in_between_are_those_of_the_trainer(
+    make: MakeEngine, model: Model, library: MediaLibrary, tmp_path: Path
+) -> None:
+    sections = {"environment": {"function": f"{ENVIRONMENTS}:show_pictures"}, "engine": SERVER_BOUNDS}
+    config = media_run(tmp_path, model(), sections=sections)
+    renderer = PromptRenderer.from_folder(model(), config.data, media=BOUNDS)
+    inner, pool, request = make(), EnvironmentPool(config), asked(model(), 1, pieces_of(library, [WIDE]), num_samples=4, max_new_tokens=40)
+    stops = (*renderer.stop_token_ids, *range(0, 256, 3))  # so that answers end soon
+    with closing(pool):
+        engine = Episodes(inner, pool, config=config, renderer=renderer, library=library)
+        engine.submit(replace(request, stop_token_ids=stops, task=Task(messages=question(*(piece.reference for piece in request.media)))))
+        samples = list(finish(engine).values())
+    prompt = request.prompt_tokens
+    assert max(len(sample.turns) for sample in samples) == 5
+    for sample in samples:
+        assert sample.error == ""
+        assert sample.loss_mask is not None
+        media = request.media + tuple(library.processed(reference) for reference in media_in(sample.turns))
+        whole, is_chosen = np.append(prompt, sample.tokens), np.append(np.zeros(len(prompt), bool), sample.loss_mask.astype(bool))
+        talked = replace(request, prompt_tokens=whole[:-1], chosen=is_chosen[:-1], media=media)
+        found = expected(talked, whole[-1:], path=model(), start=len(prompt))
+        np.testing.assert_allclose(sample.logprobs[is_chosen[len(prompt) :]], found[is_chosen[len(prompt) :]], rtol=0, atol=TOLERANCE)
+    first_turns = sum(len(sample.turns) > 1 for sample in samples)
+    assert inner.usage.num_reused >= first_turns * len(prompt)  # a turn reads nothing again that the server has in its cache
 
 
 def test_placeholder_that_the_policy_wrote_stands_for_nothing(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -147,9 +147,9 @@ def hybrid_expert_model(seed: int = 3) -> Path:
     return make_tiny(kept_folder("media") / "model", corpus=["red", "What is it?"], family="qwen3_5_moe", hidden_size=32, seed=seed)
 
 
-def media_run(folder: Path, path: Path, **media: Any) -> RunConfig:
+def media_run(folder: Path, path: Path, *, sections: Mapping[str, Any] | None = None, **media: Any) -> RunConfig:
     """Make the run file of a run on a model."""
-    return picture_run(folder, model={"path": path, "media": SMALL | media})
+    return picture_run(folder, model={"path": path, "media": SMALL | media}, **(sections or {}))
 
 
 @cache
