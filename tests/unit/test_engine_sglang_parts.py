@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from shutil import copytree
@@ -82,6 +84,14 @@ def test_weights_of_another_model_are_refused_by_name() -> None:
         model.fitted(tensors | {"model.layers.9.norm": torch.zeros(1)})
     with pytest.raises(WeightsError, match=rf"{name} must be \(64, 32\) as in the model, got \(32, 64\)"):
         model.fitted(tensors | {name: tensors[name].T})
+
+
+def test_experts_are_told_of_with_a_place_for_layers_that_have_none() -> None:
+    model = replace(ModelFolder.read(tiny_model("qwen3_moe"), records_experts=True), num_layers=4, expert_layers=(1, 3))
+    chosen = np.array([[[7, 0], [2, 5]], [[1, 3], [6, 4]]], np.uint8)
+    said = np.frombuffer(b64decode(model.told_experts(chosen)), "<i4").reshape(2, 4, 2)
+    assert said.tolist() == [[[0, 0], [7, 0], [0, 0], [2, 5]], [[0, 0], [1, 3], [0, 0], [6, 4]]]
+    assert model.chosen_experts(model.told_experts(chosen)).tolist() == chosen.tolist()
 
 
 def test_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
