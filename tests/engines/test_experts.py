@@ -110,7 +110,7 @@ def test_each_segment_carries_the_routing_of_the_weights_that_drew_it(engine: SG
 
 
 def test_kept_cache_keeps_the_routing_that_it_was_made_with(engine: SGLangEngine) -> None:
-    request, (weights, _) = make_request(4, max_new_tokens=LONG), other_weights(2, seed=5, family=FAMILY)
+    request, (weights, _) = make_request(4, max_new_tokens=440), other_weights(2, seed=5, family=FAMILY)
     before = engine.policy_version
     partial, num_drawn = begin(engine, request), engine.num_tokens
     engine.submit(continued(request, partial))
