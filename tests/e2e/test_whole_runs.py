@@ -67,6 +67,7 @@ def rolled_out(bootstrap_servers: str, run_id: str, *, num_partitions: int) -> l
     return [event for event in events if isinstance(event, SampleRolledOut)]
 
 
+@pytest.mark.long
 def test_two_ranks_train_what_one_rank_trains(relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str) -> None:
     sync = ("run.mode=sync", "run.max_staleness=0", "broker.shards=2", "trainer.learning_rate=1e-3")
     one = run_to_goal(relax, run_file, bootstrap_servers, *sync, f"run.id={run_id}-one")

@@ -26,9 +26,9 @@ BY_DEFAULT = [
         "trainer.in_transaction:2",
         "controller.after_command",
     ),
-    ("weights.broadcasting:3", "rollout.receiving:2"),
 ]
 LONG = [
+    ("weights.broadcasting:3", "rollout.receiving:2"),
     (
         "rollout.before_settle:2",
         "reward.after_commit:3",
