@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from base64 import b64decode
 from dataclasses import replace
 from hashlib import sha256
@@ -100,6 +101,18 @@ def test_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 3}')
     with pytest.raises(ConfigError, match=r"holds no language model in \*.safetensors"):
         ModelFolder.read(tmp_path)
+
+
+def test_model_that_hears_and_names_no_sounds_is_refused(tmp_path: Path) -> None:
+    path = copytree(omni_model(), tmp_path / "model")
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    assert ModelFolder.read(path).extractor is not None
+    name = settings.pop("audio_token")
+    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"extra_special_tokens": {"audio_token": name}}))
+    assert ModelFolder.read(path).extractor is not None
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"tokenizer_config.json names no audio_token, which SGLang asks for; .* or delete a tiny one"):
+        ModelFolder.read(path)
 
 
 def test_folder_of_a_version_is_a_whole_model(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ class ModelFolder:
             num_layers=text.get("num_hidden_layers", 0),
             has_tied_head=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
             layout=layout,
-            extractor=extractor_of(path) if isinstance(layout, OmniLayout) else None,
+            extractor=_extractor(path) if isinstance(layout, OmniLayout) else None,
         )
         return folder._recording(config) if records_experts else folder
 
@@ -218,3 +218,13 @@ def _header(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
         num_bytes = int.from_bytes(data.read(HEADER_LENGTH_BYTES), "little")
         header: dict[str, Any] = orjson.loads(data.read(num_bytes))
     return ((name, tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__")
+
+
+def _extractor(path: Path) -> Any:
+    """Load what makes spectra of sounds, once the folder names what stands in for them: SGLang's processor asks for the name."""
+    settings = read_settings(path / "tokenizer_config.json")
+    more = settings.get("extra_special_tokens")
+    if "audio_token" not in settings | (more if isinstance(more, dict) else {}):
+        remedy = "take the model's folder as it was published, or delete a tiny one, so that it is made anew"
+        raise ConfigError(f"{path / 'tokenizer_config.json'} names no audio_token, which SGLang asks for; {remedy}")
+    return extractor_of(path)
