@@ -12,6 +12,7 @@ import difflib
 import os
 import re
 import signal
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,7 +107,7 @@ class Failpoints:
             point.num_passes += 1
             if point.num_passes == point.nth_pass and self._leave_mark(point):
                 log.warning("failpoint.reached", failpoint=name, nth_pass=point.nth_pass, action=point.action)
-                os.kill(os.getpid(), ACTIONS[point.action])
+                signal.pthread_kill(threading.get_ident(), ACTIONS[point.action])  # to this thread, which goes no instruction further
 
     def _leave_mark(self, point: ArmedPoint) -> bool:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ QUICK_SHARE_GROUP = {
 @pytest.fixture
 def connection(bootstrap_servers: str, run_id: str) -> Connection:
     """Return how this test reaches the broker."""
-    return Connection(bootstrap_servers, request_timeout_seconds=10.0, client_id=run_id)
+    return Connection(bootstrap_servers, request_timeout_seconds=20.0, client_id=run_id)
 
 
 @pytest.fixture
