@@ -36,7 +36,7 @@ from relax_events.topics import TopicPlan
 
 WATCHED = ("control.policy-versions", "control.train-steps", "control.group-outcomes", "control.commands", "control.heartbeats")
 READY = (WorkerState.IDLE, WorkerState.WORKING)
-PATIENCE_SECONDS = 150.0
+PATIENCE_SECONDS = 240.0
 """How long anything is waited for: a hang fails, a busy machine does not."""
 # By when a run must have gone on after a fault: three times what a machine needs that is as busy with other things as with the run.
 WORKER_SECONDS = 35.0
