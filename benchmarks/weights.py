@@ -197,6 +197,7 @@ def publish(
     updates: Sequence[Mapping[str, Any]],
     *,
     load: float,
+    repeats: int,
 ) -> None:
     """Write the page."""
     ours = seconds["broadcast"]
@@ -210,7 +211,7 @@ def publish(
         question=QUESTION.format(
             mebibytes=num_bytes >> 20, rounds=NUM_ROUNDS, runs=weights_runs.DESCRIPTION, updates=weights_updates.DESCRIPTION, load=load
         ),
-        command="python -m benchmarks.weights",
+        command=f"python -m benchmarks.weights --repeats {repeats}",
         tables={
             "How fast": speed_rows(num_bytes, seconds),
             "What a step waits for": run_rows(measured),
@@ -250,7 +251,7 @@ def main(arguments: Sequence[str] = ()) -> None:
             for side in weights_runs.SIDES:
                 measured.append(weights_runs.measure(stage, side))
                 show(measured[-1])
-    publish(num_bytes, seconds, measured, updates, load=load)
+    publish(num_bytes, seconds, measured, updates, load=load, repeats=options.repeats)
 
 
 if __name__ == "__main__":
