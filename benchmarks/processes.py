@@ -10,7 +10,7 @@ BROKER, RUN, DECODER = "broker", "relax run", "decoder"
 
 
 def role_of(process: psutil.Process, known: dict[psutil.Process, str]) -> str:
-    """Tell a process's role; what a worker starts counts to its role, but for the decoder of media.
+    """Tell a process's role by its command line; what a worker starts counts to its role, but for the decoder of media.
 
     Args:
         process: Of a run.
@@ -27,15 +27,28 @@ def role_of(process: psutil.Process, known: dict[psutil.Process, str]) -> str:
 
 
 def roles_below(root: psutil.Process, known: dict[psutil.Process, str]) -> dict[psutil.Process, str]:
-    """Return the roles of a process and of all below it that live, the parents before their children; `known` keeps them for the next call."""
-    living = [root, *root.children(recursive=True)]
+    """Return the roles of a process and of all below it that live, the parents before their children.
+
+    Args:
+        root: The process.
+        known: Keeps them for the next call, but for those of processes that were just forked: they have their parent's command line still.
+    """
+    living, passing = [root, *root.children(recursive=True)], dict[psutil.Process, str]()
     for process in living:
         if process not in known:
             try:
-                known[process] = role_of(process, known)
+                kept = passing if is_as_forked(process) else known
+                kept[process] = role_of(process, known | passing)
             except psutil.Error:
                 continue
-    return {process: known[process] for process in living if process in known}
+    roles = known | passing
+    return {process: roles[process] for process in living if process in roles}
+
+
+def is_as_forked(process: psutil.Process) -> bool:
+    """Tell whether a process may still be about to become another program."""
+    parent = process.parent()
+    return parent is not None and process.cmdline() == parent.cmdline()
 
 
 def resident_bytes(roles: dict[psutil.Process, str]) -> dict[str, int]:

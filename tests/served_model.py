@@ -11,6 +11,7 @@ from typing import Any
 
 import uvicorn
 from engine_requests import tiny_model
+from sglang_servers import BOUNDS
 
 from relax_events.config import EngineConfig, ModelConfig
 from relax_events.engines.api.app import make_app
@@ -25,9 +26,8 @@ def served(
 ) -> Iterator[str]:
     """Serve a model on a free port, and give the address."""
     path = path or tiny_model()
-    bounds = {"max_running_samples": 16, "max_context_tokens": 512} | settings
     model = ModelConfig(path=path, device="cpu", routing_replay="rollout" if records_experts else "none")
-    app = make_app(model, EngineConfig(**bounds), model_name="tiny", is_incremental=is_incremental, token=token)
+    app = make_app(model, EngineConfig(**BOUNDS | settings), model_name="tiny", is_incremental=is_incremental, token=token)
     with open_listener("127.0.0.1", 0, remedies=("", ""), what="a test") as listener:
         listener.listen()
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))

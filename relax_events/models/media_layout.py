@@ -31,7 +31,7 @@ from relax_events.errors import ConfigError, MediaError, PoisonSample
 from relax_events.events.parts import MediaRef, Modality
 from relax_events.models.geometry import PictureGeometry
 from relax_events.models.media_blocks import MediaBlock, heard_block, in_order_of_time, seen_block
-from relax_events.models.settings_file import read_settings
+from relax_events.models.settings_file import read_settings, thinker_of
 from relax_events.models.showing import ClipShowing, PictureShowing, Showing, SoundShowing
 
 CLIP = re.compile(r"<\|vision_start\|><\|video_pad\|><\|vision_end\|>|<\|video_pad\|>")
@@ -206,7 +206,7 @@ class OmniLayout(MediaLayout):
     @classmethod
     def of(cls, settings: Mapping[str, Any], processor: Mapping[str, Any], config: MediaConfig) -> MediaLayout:
         """See `MediaLayout`; a folder that has the talker as well keeps the thinker's settings apart."""
-        thinker = settings.get("thinker_config", settings)
+        thinker = thinker_of(settings)
         pictures, sounds = PictureShowing(PictureGeometry.of(processor, config)), SoundShowing.of(processor, thinker["audio_config"], config)
         clips = ClipShowing.of(pictures, config, sound=sounds if config.use_audio_in_video else None)
         interval = clips.seconds_of_a_moment * float(thinker["position_id_per_seconds"])

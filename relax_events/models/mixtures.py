@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from relax_events.models.settings_file import read_settings
+from relax_events.models.settings_file import read_settings, text_of
 
 NUM_EXPERTS = ("num_experts", "num_local_experts")
 """What transformers calls their number, by family."""
@@ -18,8 +18,7 @@ def mixture_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     Args:
         config: Its `config.json`.
     """
-    config = config.get("thinker_config", config)
-    text = config.get("text_config", config)
+    text = text_of(config)
     num_experts = next((text[name] for name in NUM_EXPERTS if text.get(name)), 0)
     top_k = text.get("num_experts_per_tok")
     return (num_experts, top_k) if num_experts and top_k else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,3 +25,16 @@ def read_settings(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no JSON object; take the model's folder as it was published")
     return tree
+
+
+def thinker_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a `config.json` about the model that is trained: a folder that has a talker as well keeps the thinker's apart."""
+    part: Mapping[str, Any] = config.get("thinker_config", config)
+    return part
+
+
+def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a `config.json` about the language model: one that reads media keeps it apart."""
+    thinker = thinker_of(config)
+    part: Mapping[str, Any] = thinker.get("text_config", thinker)
+    return part

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import endurance
 from benchmarks.curve_plot import Curve, small_multiples
-from benchmarks.processes import DECODER, RUN, resident_bytes, roles_below
+from benchmarks.processes import DECODER, RUN, is_as_forked, resident_bytes, roles_below
 from benchmarks.watched_run import Look, blocks_of, port_of
 
 WAIT = "import sys; sys.stdin.read()"
@@ -64,7 +64,7 @@ def test_processes_are_told_apart_and_children_count_to_their_parents_role() -> 
     try:
         known: dict[psutil.Process, str] = {}
         for worker in workers:
-            while not psutil.Process(worker.pid).children():
+            while all(is_as_forked(child) for child in psutil.Process(worker.pid).children()):
                 worker.poll()
         roles = roles_below(psutil.Process(), known)
         assert {psutil.Process(worker.pid): role for worker, role in zip(workers, ("reward", "trainer"), strict=True)}.items() <= roles.items()
@@ -74,6 +74,21 @@ def test_processes_are_told_apart_and_children_count_to_their_parents_role() -> 
         for worker in workers:
             worker.communicate(timeout=20)
     assert roles_below(psutil.Process(), known) == {psutil.Process(): RUN}
+
+
+def test_the_role_of_a_process_that_was_just_forked_is_asked_again() -> None:
+    program = f"[sys.executable, '-c', {WAIT!r}, 'relax_events.media.decoder_child']"
+    script = f"import os, sys; child = os.fork(); child and os.waitpid(child, 0); child or (os.read(0, 1), os.execv(sys.executable, {program}))"
+    known: dict[psutil.Process, str] = {}
+    with subprocess.Popen([sys.executable, "-c", script, "worker", "trainer"], stdin=subprocess.PIPE, bufsize=0) as worker:
+        assert worker.stdin is not None
+        while not (children := psutil.Process(worker.pid).children()):
+            worker.poll()
+        assert roles_below(psutil.Process(), known)[children[0]] == "trainer"
+        worker.stdin.write(b"!")
+        while is_as_forked(children[0]):
+            worker.poll()
+        assert roles_below(psutil.Process(), known)[children[0]] == known[children[0]] == DECODER
 
 
 def test_disk_and_ports_are_read_as_they_are(tmp_path: Path) -> None:

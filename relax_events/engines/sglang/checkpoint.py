@@ -22,7 +22,7 @@ from relax_events.errors import ConfigError, WeightsError
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.models.media_layout import MediaLayout, OmniLayout
 from relax_events.models.mixtures import mixture_of
-from relax_events.models.settings_file import read_settings
+from relax_events.models.settings_file import read_settings, text_of, thinker_of
 from relax_events.models.towers import extractor_of
 from relax_events.weights.artifacts import file_shares
 
@@ -78,10 +78,9 @@ class ModelFolder:
         Raises:
             ConfigError: It is missing, holds no language model in safetensors, or no experts where these are to be recorded.
         """
-        config = read_settings(path / "config.json")
-        layout = MediaLayout.from_folder(path, media) if config.get("model_type") in SEEING else None
-        config = config.get("thinker_config", config)
-        text = config.get("text_config", config)
+        settings = read_settings(path / "config.json")
+        layout = MediaLayout.from_folder(path, media) if settings.get("model_type") in SEEING else None
+        config, text = thinker_of(settings), text_of(settings)
         empty = {name: torch.empty(shape, device="meta") for file in sorted(path.glob("*.safetensors")) for name, shape in _header(file)}
         if not empty or not {"vocab_size", "hidden_size"} <= text.keys():
             raise ConfigError(f"model.path = {path} holds no language model in *.safetensors; engine 'sglang' reads no other form")
