@@ -10,9 +10,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from relax_events.errors import ConfigError
@@ -90,6 +91,14 @@ def installed(group: str) -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=group)}
 
 
+class AsWritten(SourceFileLoader):
+    """Runs what a file says now. Python's cache of bytecode takes a file for unchanged that has the same size a second later."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """See `importlib.abc.InspectLoader`."""
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def load_file(path: Path, *, what: str) -> ModuleType:
     """Run a user's Python file as a module of its own; the files beside it can be imported by it.
 
@@ -101,13 +110,15 @@ def load_file(path: Path, *, what: str) -> ModuleType:
     """
     name = f"relax_user_{path.stem}"
     sys.path.append(str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise ConfigError(f"{what} {path} is not a Python file; its name must end in .py")
+    loader = AsWritten(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None, "a file that is given with its loader has a spec"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up by name
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except SyntaxError as error:
         raise ConfigError(f"{what} {path} has a syntax error in line {error.lineno}: {error.msg}") from None
     except Exception as error:  # The user's module may raise anything; this is the border to it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -72,13 +73,12 @@ def find_algorithm(name: str) -> AlgorithmSpec:
         ConfigError: There is none of that name, the file fails to load, or what it holds is no AlgorithmSpec.
     """
     plugin = find_plugin(ALGORITHMS, name, what=f"algorithm.name = {name!r}", accepts=AlgorithmSpec)
-    stamp = plugin.path.resolve().stat() if isinstance(plugin, FilePlugin) else None
-    return _loaded(plugin, (stamp.st_ino, stamp.st_mtime_ns) if stamp else (0, 0))
+    return _loaded(plugin, hashlib.sha256(plugin.path.read_bytes()).digest() if isinstance(plugin, FilePlugin) else b"")
 
 
 @lru_cache(maxsize=64)
-def _loaded(plugin: EntryPoint | FilePlugin, stamp: tuple[int, int]) -> AlgorithmSpec:
-    """Load once for each state of the file: a run's configuration is checked many times in a process."""
+def _loaded(plugin: EntryPoint | FilePlugin, _: bytes) -> AlgorithmSpec:
+    """Load once for each content of the file: a run's configuration is checked many times in a process."""
     spec = plugin.load()
     if not isinstance(spec, AlgorithmSpec):
         raise ConfigError(f"algorithm {plugin!r} must be an AlgorithmSpec, got {type(spec).__name__}; mend the package that offers it")

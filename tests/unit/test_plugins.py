@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import py_compile
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -36,6 +38,16 @@ def test_find_plugin_loads_a_class_of_a_file_with_what_lies_beside_it(tmp_path: 
     file = tmp_path / "mine.py"
     file.write_text(SOURCE)
     assert find_plugin(ENGINES, f"{file}:Mine", what="engine.name").load()().speed == 3
+
+
+def test_file_is_run_as_it_stands_though_bytecode_of_the_same_size_and_second_lies_beside_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("class Mine:\n    speed = 3\n")
+    py_compile.compile(str(file))
+    compiled = file.stat()
+    file.write_text("class Mine:\n    speed = 7\n")
+    os.utime(file, ns=(compiled.st_atime_ns, compiled.st_mtime_ns))
+    assert find_plugin(ENGINES, f"{file}:Mine", what="engine.name").load().speed == 7
 
 
 def test_find_plugin_runs_nothing_before_it_is_loaded(tmp_path: Path) -> None:
