@@ -14,6 +14,7 @@ from benchmarks import (
     scrape,
     shared_prompts,
     skip,
+    starting,
     sync_async,
     trl,
     weight_changes,
@@ -37,5 +38,6 @@ weight_changes.main()
 trl.main()
 curves.main()
 workloads.main()
+starting.main()
 elastic.main()
 endurance.main()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,11 +16,15 @@ from relax_events.broker.credentials import SHARED_VARIABLES, credential_environ
 from relax_events.config import RunConfig
 from relax_events.control.orphans import VARIABLE
 from relax_events.control.scaling import Departure, ElasticWorker, Standing
+from relax_events.control.starting.imports import modules_of
+from relax_events.control.starting.order import Order
+from relax_events.control.starting.starter import ForkedWorker, Starter
 from relax_events.errors import BrokerRefused, ConfigError, Fenced, RunFailed, SchemaError
 from relax_events.events.parts import WorkerState, now_micros
 from relax_events.events.types import WorkerBeat
 
 log = structlog.get_logger()
+RELAX, TORCHRUN = "relax_events.cli", "torch.distributed.run"
 FATAL_CODES = {kind.exit_code: kind for kind in (ConfigError, SchemaError)}
 GIVEN_UP = {BrokerRefused.exit_code: BrokerRefused}  # tried again at first: the brokers may be taking up new rights
 BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0)
@@ -58,11 +60,10 @@ class ManagedProcess:
     """A worker process, or the place where the next one will be."""
 
     worker_id: str
-    command: list[str]
+    order: Order
     log_path: Path
     metrics_port: int = 0
-    credentials: dict[str, str] = field(default_factory=dict)
-    process: subprocess.Popen[bytes] | None = None
+    process: ForkedWorker | None = None
     start_after: float = 0.0
     starts: list[float] = field(default_factory=list)
     fenced: Fencing | None = None
@@ -83,7 +84,7 @@ class ManagedProcess:
                 self.process.terminate()
         if self.process is not None and self.is_running and time.monotonic() >= self.leave_by:
             log.warning("worker.killed", worker_id=self.worker_id, reason=f"did not drain within {seconds:g} s")
-            signal_group(self.process, signal.SIGKILL)
+            self.process.kill_group()
 
     def log_tail(self) -> str:
         """Return the end of the worker's log."""
@@ -107,6 +108,8 @@ class Supervisor:
     def __init__(self, config: RunConfig, config_path: Path) -> None:
         self._config, self._config_path = config, config_path
         self._logs = config.run_directory / "logs"
+        self._environment = {name: value for name, value in worker_environment().items() if name not in SHARED_VARIABLES}
+        self._starter = Starter(self._environment, self._logs / "starter.log")
         self._processes = {process.worker_id: process for process in self._planned()}
         self.num_restarts = 0
         self._num_places = len(self._processes) + config.trainer.ranks - 1
@@ -116,14 +119,14 @@ class Supervisor:
         return [self._process(role, index, place=place) for place, (role, index) in enumerate(workers)]
 
     def _process(self, role: str, index: int, *, place: int, overrides: Sequence[str] = ()) -> ManagedProcess:
-        worker_id = f"{role}-{index}"
-        launcher = [sys.executable, "-m", "relax_events.cli"]
+        worker_id, port = f"{role}-{index}", self._config.telemetry.port_of(place)
+        module, arguments = RELAX, ["worker", role, str(self._config_path), *overrides, "--index", str(index)]
         if role == "trainer" and self._config.trainer.ranks > 1:
-            ranks = str(self._config.trainer.ranks)
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "-m", "relax_events.cli"]
-        command = [*launcher, "worker", role, str(self._config_path), *overrides, "--index", str(index)]
-        log_path, port = self._logs / f"{worker_id}.log", self._config.telemetry.port_of(place)
-        return ManagedProcess(worker_id, command, log_path, port, credential_environment(self._config, role))
+            arguments = ["--standalone", "--nproc-per-node", str(self._config.trainer.ranks), "-m", module, *arguments]
+            module = TORCHRUN
+        environment = self._environment | {"RELAX_TELEMETRY__METRICS_PORT": str(port), **credential_environment(self._config, role)}
+        order = Order(module, arguments, environment, modules_of(self._config, role))
+        return ManagedProcess(worker_id, order, self._logs / f"{worker_id}.log", port)
 
     def adjust(self, elastic: Iterable[ElasticWorker]) -> list[tuple[ElasticWorker, Departure, str]]:
         """Start the elastic workers that shall be there, have those go that shall, and return who is gone, how and why.
@@ -171,18 +174,12 @@ class Supervisor:
 
     def start(self) -> None:
         """Start every worker."""
-        for managed in self._processes.values():
+        for managed in sorted(self._processes.values(), key=lambda one: len(one.order.imports)):  # those that need little wait for nobody
             self._spawn(managed)
 
     def _spawn(self, managed: ManagedProcess) -> None:
         managed.starts = [*managed.starts[-50:], time.monotonic()]
-        environment = {name: value for name, value in worker_environment().items() if name not in SHARED_VARIABLES}
-        environment |= {"RELAX_TELEMETRY__METRICS_PORT": str(managed.metrics_port), **managed.credentials}
-        managed.log_path.parent.mkdir(parents=True, exist_ok=True)  # the run's folder may have been deleted: its worker says so, in a log
-        with managed.log_path.open("ab") as file:
-            managed.process = subprocess.Popen(
-                managed.command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True, env=environment
-            )
+        managed.process = self._starter.start(managed.order, log_path=managed.log_path)
         log.info("worker.spawned", worker_id=managed.worker_id, pid=managed.process.pid)
 
     def tend(self) -> None:
@@ -236,7 +233,7 @@ class Supervisor:
         managed = self._processes.get(worker_id)
         if managed is not None and managed.process is not None and managed.is_running:
             log.warning("worker.killed", worker_id=worker_id)
-            signal_group(managed.process, signal.SIGKILL)
+            managed.process.kill_group()
 
     def stop(self, *, timeout_seconds: float, tick: Callable[[], None] = lambda: None) -> None:
         """Ask all to drain, wait, and kill what is left at the deadline."""
@@ -253,16 +250,9 @@ class Supervisor:
         for managed in self._processes.values():
             if managed.process is not None and managed.is_running:
                 log.warning("worker.killed", worker_id=managed.worker_id, reason=f"did not drain within {timeout_seconds:g} s")
-                signal_group(managed.process, signal.SIGKILL)
+                managed.process.kill_group()
                 managed.process.wait(10)
-
-
-def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to a process and all its children."""
-    try:
-        os.killpg(process.pid, number)
-    except ProcessLookupError:
-        return
+        self._starter.close()
 
 
 def worker_environment() -> dict[str, str]:

@@ -1,9 +1,10 @@
-"""Every role is killed in turn, within one run."""
+"""Every role is killed in turn, within one run, and before them the process that they were forked from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import psutil
 from harness import WORKER_SECONDS, FaultRun, assert_books_balance
 
 # Without one of these the run stands still within a few steps, so each can be waited for; metrics and controller are missed by nobody but the end.
@@ -11,11 +12,15 @@ NEEDED = ("prompter-0", "rollout-0", "reward-0", "reference-0", "actor-forward-0
 MISSED_LATER = ("metrics-0", "controller-0")
 
 
-def test_run_ends_by_itself_when_every_role_is_killed_once(start_run: Callable[..., FaultRun]) -> None:
+def test_run_ends_by_itself_when_every_role_is_killed_once_and_the_starter_before_them(start_run: Callable[..., FaultRun]) -> None:
     run = start_run(run={"num_steps": 44})
     assert sorted(run.worker_ids) == sorted(NEEDED + MISSED_LATER)
     process = run.start()
     run.until_steps(2)
+    starter = psutil.Process(run.pid("trainer-0")).parent()
+    assert starter is not None
+    assert "relax_events.control.starting.program" in starter.cmdline()
+    starter.kill()
     killed = run.kill(*MISSED_LATER)
     for worker_id in NEEDED:
         killed |= run.kill(worker_id)

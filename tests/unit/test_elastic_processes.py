@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,8 +22,6 @@ from tests.unit.run_events import beat
 MakeRunConfig = Callable[..., RunConfig]
 WANTED = ElasticWorker("rollout-1", "rollout", "", Standing.WANTED)
 LEAVING = replace(WANTED, standing=Standing.LEAVING)
-DRAINS = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print('up', flush=True); signal.pause()"
-IGNORES = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause(); signal.pause()"
 
 
 @pytest.fixture
@@ -36,13 +33,13 @@ def supervisor(make_run_config: MakeRunConfig, tmp_path: Path) -> Iterator[Super
     made.stop(timeout_seconds=0)
 
 
-def started(supervisor: Supervisor, program: str, monkeypatch: pytest.MonkeyPatch) -> ManagedProcess:
+def started(supervisor: Supervisor, *deed: str, monkeypatch: pytest.MonkeyPatch) -> ManagedProcess:
     """Have a program stand in for the elastic worker, and wait until it has said something."""
     plain = Supervisor._elastic
 
     def stand_in(self: Supervisor, worker: ElasticWorker) -> ManagedProcess:
         managed = plain(self, worker)
-        managed.command = [sys.executable, "-c", program]
+        managed.order = replace(managed.order, module="tests.unit.stand_in", imports=[], arguments=list(deed))
         return managed
 
     monkeypatch.setattr(Supervisor, "_elastic", stand_in)
@@ -67,7 +64,7 @@ def gone(supervisor: Supervisor, worker: ElasticWorker) -> tuple[Departure, str]
 
 
 def test_worker_is_started_once_with_a_port_of_its_own_and_drains_when_it_shall_go(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
-    managed = started(supervisor, DRAINS, monkeypatch)
+    managed = started(supervisor, "drain", monkeypatch=monkeypatch)
     pid = supervisor.pids["rollout-1"]
     assert supervisor.adjust([WANTED]) == []
     assert (supervisor.pids, managed.metrics_port) == ({"rollout-1": pid}, 9107), "the trainer is the last of the start, on 9106"
@@ -78,7 +75,7 @@ def test_worker_is_started_once_with_a_port_of_its_own_and_drains_when_it_shall_
 
 @pytest.mark.parametrize("drain_micros", [0, 300_000])
 def test_worker_that_does_not_drain_is_killed_at_its_deadline(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, drain_micros: int) -> None:
-    started(supervisor, IGNORES, monkeypatch)
+    started(supervisor, "ignore", monkeypatch=monkeypatch)
     began = time.monotonic()
     assert gone(supervisor, replace(LEAVING, drain_micros=drain_micros)) == (Departure.KILLED, "it ended with exit code -9")
     assert time.monotonic() - began >= drain_micros / 1e6
@@ -90,7 +87,7 @@ def test_worker_that_was_never_started_is_gone_at_once(supervisor: Supervisor) -
 
 
 def test_worker_that_can_not_be_kept_going_is_given_up_and_the_run_goes_on(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
-    started(supervisor, "import sys; print('error: the reason'); sys.exit(2)", monkeypatch)
+    started(supervisor, "end", "2", monkeypatch=monkeypatch)
     departure, reason = gone(supervisor, WANTED)
     assert departure is Departure.FAILED
     assert reason.startswith("rollout-1 ended with exit code 2; the end of ")
@@ -99,7 +96,7 @@ def test_worker_that_can_not_be_kept_going_is_given_up_and_the_run_goes_on(super
 
 def test_worker_for_a_server_is_told_where_it_is(supervisor: Supervisor) -> None:
     managed = supervisor._elastic(replace(WANTED, url="http://10.0.0.7:30000"))
-    assert managed.command[-4:] == ["engine.name=sglang", 'engine.sglang.urls=["http://10.0.0.7:30000"]', "--index", "1"]
+    assert managed.order.arguments[-4:] == ["engine.name=sglang", 'engine.sglang.urls=["http://10.0.0.7:30000"]', "--index", "1"]
 
 
 def test_ports_of_those_that_left_are_free_again(supervisor: Supervisor) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,16 +20,28 @@ MakeRunConfig = Callable[..., RunConfig]
 NO_RESTART = {"max_restarts": 0}
 
 
-def ended(config: RunConfig, tmp_path: Path, code: int) -> Supervisor:
-    """Return a supervisor whose workers have all said why they can't go on, and ended."""
-    supervisor = Supervisor(config, tmp_path / "run.json")
-    for managed in supervisor._processes.values():
-        managed.command = [sys.executable, "-c", f"import sys; print('error: the reason'); sys.exit({code})"]
-    supervisor.start()
-    for managed in supervisor._processes.values():
-        assert managed.process is not None
-        managed.process.wait(30)
-    return supervisor
+MakeEnded = Callable[[RunConfig, int], Supervisor]
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> Iterator[MakeEnded]:
+    """Give a maker of supervisors whose workers have all said why they can't go on, and ended with a code."""
+    made: list[Supervisor] = []
+
+    def make(config: RunConfig, code: int) -> Supervisor:
+        supervisor = Supervisor(config, tmp_path / "run.json")
+        made.append(supervisor)
+        for managed in supervisor._processes.values():
+            managed.order = replace(managed.order, module="tests.unit.stand_in", imports=[], arguments=["end", str(code)])
+        supervisor.start()
+        for managed in supervisor._processes.values():
+            assert managed.process is not None
+            managed.process.wait(30)
+        return supervisor
+
+    yield make
+    for supervisor in made:
+        supervisor.stop(timeout_seconds=0)
 
 
 def test_every_worker_has_a_port_of_its_own_and_the_trainer_is_last(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
@@ -46,31 +58,31 @@ def test_ports_are_free_ones_by_default(make_run_config: MakeRunConfig, tmp_path
 
 def test_trainer_of_several_ranks_is_started_by_torchrun(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
     supervisor = Supervisor(make_run_config(trainer={"ranks": 2}), tmp_path / "run.json")
-    commands = {name: managed.command[1:] for name, managed in supervisor._processes.items()}
-    assert commands["trainer-0"][:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert commands["trainer-0"][5:] == ["-m", "relax_events.cli", "worker", "trainer", str(tmp_path / "run.json"), "--index", "0"]
-    assert commands["reward-0"] == ["-m", "relax_events.cli", "worker", "reward", str(tmp_path / "run.json"), "--index", "0"]
+    commands = {name: [managed.order.module, *managed.order.arguments] for name, managed in supervisor._processes.items()}
+    assert commands["trainer-0"][:4] == ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert commands["trainer-0"][4:] == ["-m", "relax_events.cli", "worker", "trainer", str(tmp_path / "run.json"), "--index", "0"]
+    assert commands["reward-0"] == ["relax_events.cli", "worker", "reward", str(tmp_path / "run.json"), "--index", "0"]
 
 
 @pytest.mark.parametrize(("code", "error"), [(2, ConfigError), (5, SchemaError), (1, RunFailed)])
 def test_run_ends_as_its_worker_did_where_a_restart_would_not_help(
-    make_run_config: MakeRunConfig, tmp_path: Path, code: int, error: type[RelaxError]
+    make_run_config: MakeRunConfig, ended: MakeEnded, code: int, error: type[RelaxError]
 ) -> None:
-    supervisor = ended(make_run_config(workers=NO_RESTART), tmp_path, code)
+    supervisor = ended(make_run_config(workers=NO_RESTART), code)
     with pytest.raises(error, match=rf"controller-0 ended with exit code {code}; the end of .*controller-0.log:\nerror: the reason"):
         supervisor.tend()
 
 
-def test_worker_that_died_is_started_again(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
-    supervisor = ended(make_run_config(), tmp_path, 1)
+def test_worker_that_died_is_started_again(make_run_config: MakeRunConfig, ended: MakeEnded) -> None:
+    supervisor = ended(make_run_config(), 1)
     supervisor.tend()
     assert supervisor.num_restarts == len(supervisor._processes)
     assert {managed.process for managed in supervisor._processes.values()} == {None}
     assert supervisor.fenced == {}
 
 
-def test_reason_is_told_although_the_folder_of_the_run_was_deleted(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
-    supervisor = ended(make_run_config(workers={"max_restarts": 1}), tmp_path, 2)
+def test_reason_is_told_although_the_folder_of_the_run_was_deleted(make_run_config: MakeRunConfig, ended: MakeEnded) -> None:
+    supervisor = ended(make_run_config(workers={"max_restarts": 1}), 2)
     for managed in supervisor._processes.values():
         shutil.rmtree(managed.log_path.parent, ignore_errors=True)
         managed.process = None
@@ -82,8 +94,8 @@ def test_reason_is_told_although_the_folder_of_the_run_was_deleted(make_run_conf
         supervisor.tend()
 
 
-def test_worker_that_lived_for_long_is_started_again_at_once(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
-    supervisor = ended(make_run_config(), tmp_path, 1)
+def test_worker_that_lived_for_long_is_started_again_at_once(make_run_config: MakeRunConfig, ended: MakeEnded) -> None:
+    supervisor = ended(make_run_config(), 1)
     for managed in supervisor._processes.values():
         managed.starts = [time.monotonic() - 2 * RESTART_WINDOW_SECONDS]
     supervisor.tend()
@@ -91,16 +103,16 @@ def test_worker_that_lived_for_long_is_started_again_at_once(make_run_config: Ma
     assert [managed.worker_id for managed in supervisor._processes.values() if managed.start_after > now] == []
 
 
-def test_worker_that_drained_is_started_again_a_moment_later_and_without_alarm(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
-    supervisor = ended(make_run_config(), tmp_path, 0)
+def test_worker_that_drained_is_started_again_a_moment_later_and_without_alarm(make_run_config: MakeRunConfig, ended: MakeEnded) -> None:
+    supervisor = ended(make_run_config(), 0)
     supervisor.tend()
     supervisor.tend()
     assert {managed.process for managed in supervisor._processes.values()} == {None}, "the run may be ending: its command reaches workers first"
     assert supervisor.num_restarts == 0
 
 
-def test_fenced_worker_stays_down_until_it_is_revived(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
-    supervisor = ended(make_run_config(), tmp_path, Fenced.exit_code)
+def test_fenced_worker_stays_down_until_it_is_revived(make_run_config: MakeRunConfig, ended: MakeEnded) -> None:
+    supervisor = ended(make_run_config(), Fenced.exit_code)
     trainer = supervisor._processes["trainer-0"]
     assert trainer.process is not None
     pid = trainer.process.pid

@@ -1,0 +1,23 @@
+"""What a worker imports, by what its run asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from relax_events.config import RunConfig
+from relax_events.plugins import ENGINES, ROLES, TRAINER_BACKENDS, installed
+
+COMPUTING = frozenset({"reference", "actor-forward", "critic", "teacher", "trainer"})
+"""Roles that load the trainer's backend."""
+COMMAND = "relax_events.cli.run"
+ACCELERATORS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+"""Devices of drivers. Where one is there, torch is imported by each worker: a process that has asked for GPUs once can't be forked for them."""
+
+
+def modules_of(config: RunConfig, role: str) -> list[str]:
+    """Name the modules that a role's worker on this machine loads before its work."""
+    names = [(ROLES, role)]
+    if not any(device.exists() for device in ACCELERATORS):
+        engines = {"rollout": config.rollout_engine, "evaluator": config.engine.name, "judge": config.judge.engine.name}
+        names += [(ENGINES, engines.get(role, "")), (TRAINER_BACKENDS, config.trainer.backend if role in COMPUTING else "")]
+    return [COMMAND, *(installed(group)[name].module for group, name in names if name in installed(group))]

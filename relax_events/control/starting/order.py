@@ -1,0 +1,44 @@
+"""What the starter is asked for and what it tells, in messages of JSON with descriptors beside them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import orjson
+
+MAX_BYTES = 2**20
+MAX_DESCRIPTORS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A worker to be started.
+
+    Attributes:
+        module: What it runs, as `python -m` does.
+        arguments: What that is told.
+        environment: All of its own.
+        imports: Modules that are there before it is forked: they are imported for the first alone that needs them.
+    """
+
+    module: str
+    arguments: list[str]
+    environment: dict[str, str]
+    imports: list[str]
+
+
+def say(line: socket.socket, message: Order | dict[str, Any], *descriptors: int) -> None:
+    """Send a message."""
+    content = orjson.dumps(asdict(message) if isinstance(message, Order) else message)
+    socket.send_fds(line, [content], list(descriptors))
+
+
+def hear(line: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Receive a message, and the descriptors beside it; None when nobody is left to send one."""
+    content, descriptors, _, _ = socket.recv_fds(line, MAX_BYTES, MAX_DESCRIPTORS)
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    return (orjson.loads(content), descriptors) if content else None

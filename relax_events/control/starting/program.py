@@ -1,0 +1,92 @@
+"""The starter: imports what workers need, and becomes one of them for each order. It computes nothing and has no thread, so that it can be forked.
+
+Started by the supervisor alone; it ends with it. What it has started goes on without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+
+from setproctitle import setproctitle
+
+from relax_events.control.starting.order import Order, hear, say
+
+
+def main() -> None:
+    """Serve the supervisor at the other end of the descriptor in the command line, until it is gone; in a worker, be that worker."""
+    with socket.socket(fileno=int(sys.argv[1])) as line:
+        found = serve(line)
+    if found is not None:  # in a worker
+        become(*found)
+
+
+def serve(line: socket.socket) -> tuple[Order, int] | None:
+    """Fork a worker for each order, and tell of the end of each.
+
+    Returns:
+        In a worker, its order and the descriptor of its log; in the starter None, once the supervisor is gone.
+    """
+    with selectors.DefaultSelector() as selector, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        selector.register(line, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.data is not None:
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    say(line, {"ended": key.data, "code": os.waitstatus_to_exitcode(os.waitpid(key.data, 0)[1])})
+                elif (heard := hear(line)) is None:
+                    return None
+                else:
+                    order, (log,) = Order(**heard[0]), heard[1]
+                    if (pid := forked(order)) == 0:
+                        for other in list(selector.get_map().values()):
+                            if other.data is not None:
+                                os.close(other.fd)
+                        return order, log
+                    os.close(log)
+                    handle = os.pidfd_open(pid)  # it is not waited for yet, and so the name of nobody else
+                    selector.register(handle, selectors.EVENT_READ, pid)
+                    say(line, {"started": pid}, handle)
+    return None
+
+
+def forked(order: Order) -> int:
+    """Import what an order needs and fork; the worker leads a process group of its own."""
+    for module in order.imports:
+        with contextlib.suppress(Exception):  # the worker imports it as well, and says what is wrong with it
+            importlib.import_module(module)
+    gc.freeze()  # nobody's collector writes to what is there, so that its memory stays shared
+    if (pid := os.fork()) == 0:
+        os.setpgid(0, 0)
+        gc.enable()
+    else:
+        with contextlib.suppress(PermissionError, ProcessLookupError):  # whoever comes first
+            os.setpgid(pid, pid)
+    return pid
+
+
+def become(order: Order, log: int) -> None:
+    """Be the process that a shell would have started."""
+    for output in (sys.stdout.fileno(), sys.stderr.fileno()):
+        os.dup2(log, output)
+    os.close(log)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    setproctitle(" ".join([sys.executable, "-m", order.module, *order.arguments]))  # it writes over the environment that we were started with
+    os.environ.clear()
+    os.environ.update(order.environment)
+    sys.argv[1:] = order.arguments
+    runpy.run_module(order.module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()
+    main()

@@ -1,0 +1,31 @@
+"""A program that stands in for a worker: `python -m tests.unit.stand_in DEED`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+
+
+def main(deed: str, *words: str) -> None:
+    """Do what is asked for."""
+    if deed == "show":
+        seen = {"arguments": sys.argv[1:], "environment": dict(os.environ), "group": os.getpgid(0), "input": os.read(0, 1).decode()}
+        print(json.dumps(seen | {"modules": {name: name in sys.modules for name in words}}))
+    elif deed == "end":
+        print("error: the reason")
+        sys.exit(int(words[0]))
+    elif deed == "drain":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        print("up", flush=True)
+        signal.pause()
+    elif deed == "ignore":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("up", flush=True)
+        while True:
+            signal.pause()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
