@@ -43,11 +43,11 @@ def record(offset: int) -> LoggedRecord:
     """Return a record whose fields follow from its offset, nulls and empty ones among them."""
     key, value = (None, b"", b"k%d" % offset)[offset % 3], (b"v%d" % offset, None, b"")[offset // 3 % 3]
     headers = (("policy-version", b"%d" % offset), ("empty", b""), ("policy-version", None))[: offset % 4]
-    return LoggedRecord(offset, 1_600_000_000_000 + offset, key, value, headers)
+    return LoggedRecord(offset, 1_600_000_000_000 + offset, key, value, headers)  # so old that a topic with a retention would lose it
 
 
 def test_every_record_gets_its_offset_back(connection: Connection, admin: Admin, make_topic: MakeTopic, writer: PartitionWriter) -> None:
-    topic = make_topic("copy", len(LAYOUTS), message_timestamp_type="CreateTime")
+    topic = make_topic("copy", len(LAYOUTS), message_timestamp_type="CreateTime", retention_ms="-1")
     for partition, (offsets, end) in enumerate(LAYOUTS.values()):
         writer.write(topic, partition, map(record, offsets), end=end)
     places = [(topic, partition) for partition in range(len(LAYOUTS))]
@@ -60,7 +60,7 @@ def test_every_record_gets_its_offset_back(connection: Connection, admin: Admin,
 
 
 def test_appended_records_lie_behind_each_other(connection: Connection, make_topic: MakeTopic, writer: PartitionWriter) -> None:
-    topic = make_topic("copy", message_timestamp_type="CreateTime")
+    topic = make_topic("copy", message_timestamp_type="CreateTime", retention_ms="-1")
     writer.append(topic, 0, map(record, [3, 9, 700]))
     reader = LogReader(connection)
     found = list(reader.stream_bytes({(topic, 0): (0, 3)}))
@@ -72,7 +72,7 @@ def test_appended_records_lie_behind_each_other(connection: Connection, make_top
 
 
 def test_partition_that_is_not_empty_is_refused(producer: RecordProducer, make_topic: MakeTopic, writer: PartitionWriter) -> None:
-    topic = make_topic("copy", message_timestamp_type="CreateTime")
+    topic = make_topic("copy", message_timestamp_type="CreateTime", retention_ms="-1")
     producer.write([OutRecord(topic, b"a stranger's", partition=0)])
     with pytest.raises(BrokerError, match=r"@0: the record lies at 1; the partition was not empty, or somebody else writes to it"):
         writer.write(topic, 0, [record(0)], end=1)
