@@ -19,10 +19,10 @@ import psutil
 from benchmarks import report
 from benchmarks.timed_run import show
 from relax_events.config import load_run_config
+from relax_events.control.starting.environment import worker_environment
 from relax_events.control.starting.imports import modules_of
 from relax_events.control.starting.order import Order
 from relax_events.control.starting.starter import Starter
-from relax_events.control.supervisor import worker_environment
 
 NUM_ROUNDS = 5
 RUN_FILE = Path("configs/quickstart.toml")

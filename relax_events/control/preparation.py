@@ -8,7 +8,7 @@ import sys
 from relax_events.config import RunConfig
 from relax_events.control.requirements import require_judge, require_metrics_ports, require_model, require_roles, require_teacher
 from relax_events.control.scaling.server import require_api_port
-from relax_events.control.supervisor import worker_environment
+from relax_events.control.starting.environment import worker_environment
 from relax_events.data.judging import find_hook
 from relax_events.data.rendering import own_template
 from relax_events.data.sources import evaluated_parts, is_generated, named_parts, open_source

@@ -29,6 +29,8 @@ from relax_events.control.runs.replay import settle_source, source_curves
 from relax_events.control.samples.page import report_samples
 from relax_events.control.scaling import ScaleState
 from relax_events.control.security import admin_connection, apply_security
+from relax_events.control.starting.imports import imports_of
+from relax_events.control.starting.starter import Starter
 from relax_events.control.supervisor import Supervisor
 from relax_events.control.topics.applying import apply_topics
 from relax_events.control.topics.lag import consumer_lag
@@ -75,13 +77,16 @@ class RunSession:
         self._drain.listen_to_signals()
         with ExitStack() as stack:
             display = stack.enter_context(ProgressDisplay(self._config))
+            starter = Starter.of(self._config)
+            stack.callback(starter.close)
+            starter.prepare(imports_of(self._config))  # while the broker starts
             self._start_broker(stack, display)
             self._config = settle_source(self._config)
             apply_topics(self._config, open_admin(self._config, name="run"))
             lag_connection = Connection.of(self._config.broker, client_id=f"{self._config.run.id}.lag")
             admin = Admin(replace(lag_connection, request_timeout_seconds=LAG_TIMEOUT_SECONDS))
             stack.callback(admin.close)
-            supervisor = Supervisor(self._config, self._write_resolved())
+            supervisor = Supervisor(self._config, self._write_resolved(), starter)
             follower = self._follow(stack)
             self._producer = stack.enter_context(closing(RecordProducer(Connection.of(self._config.broker, client_id=f"{self._config.run.id}.run"))))
             self._take_up(display)

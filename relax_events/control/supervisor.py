@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -12,10 +11,10 @@ from pathlib import Path
 
 import structlog
 
-from relax_events.broker.credentials import SHARED_VARIABLES, credential_environment
+from relax_events.broker.credentials import credential_environment
 from relax_events.config import RunConfig
-from relax_events.control.orphans import VARIABLE
 from relax_events.control.scaling import Departure, ElasticWorker, Standing
+from relax_events.control.starting.environment import shared_environment
 from relax_events.control.starting.imports import modules_of
 from relax_events.control.starting.order import Order
 from relax_events.control.starting.starter import ForkedWorker, Starter
@@ -105,11 +104,18 @@ class Supervisor:
     Elastic workers come and go by `adjust`. One that can't be kept going is given up, and the run goes on.
     """
 
-    def __init__(self, config: RunConfig, config_path: Path) -> None:
+    def __init__(self, config: RunConfig, config_path: Path, starter: Starter | None = None) -> None:
+        """Nothing is started yet.
+
+        Args:
+            config: Of the run.
+            config_path: Where it stands, for the workers.
+            starter: By whom they are started; it is ended with them.
+        """
         self._config, self._config_path = config, config_path
         self._logs = config.run_directory / "logs"
-        self._environment = {name: value for name, value in worker_environment().items() if name not in SHARED_VARIABLES}
-        self._starter = Starter(self._environment, self._logs / "starter.log")
+        self._environment = shared_environment()
+        self._starter = starter or Starter.of(config)
         self._processes = {process.worker_id: process for process in self._planned()}
         self.num_restarts = 0
         self._num_places = len(self._processes) + config.trainer.ranks - 1
@@ -253,9 +259,3 @@ class Supervisor:
                 managed.process.kill_group()
                 managed.process.wait(10)
         self._starter.close()
-
-
-def worker_environment() -> dict[str, str]:
-    """Return the environment of workers: single-threaded numerics unless the user says otherwise, no hub look-ups."""
-    defaults = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    return {**defaults, **os.environ, VARIABLE: str(os.getpid())}

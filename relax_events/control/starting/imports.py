@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from pathlib import Path
 
 from relax_events.config import RunConfig
@@ -21,3 +22,9 @@ def modules_of(config: RunConfig, role: str) -> list[str]:
         engines = {"rollout": config.rollout_engine, "evaluator": config.engine.name, "judge": config.judge.engine.name}
         names += [(ENGINES, engines.get(role, "")), (TRAINER_BACKENDS, config.trainer.backend if role in COMPUTING else "")]
     return [COMMAND, *(installed(group)[name].module for group, name in names if name in installed(group))]
+
+
+def imports_of(config: RunConfig) -> list[str]:
+    """Name the modules of all roles of a run, those that many roles load first."""
+    lists = [modules_of(config, role) for role in config.roles()]
+    return list(dict.fromkeys(name for level in zip_longest(*lists) for name in level if name is not None))

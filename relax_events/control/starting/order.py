@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -30,10 +31,9 @@ class Order:
     imports: list[str]
 
 
-def say(line: socket.socket, message: Order | dict[str, Any], *descriptors: int) -> None:
-    """Send a message."""
-    content = orjson.dumps(asdict(message) if isinstance(message, Order) else message)
-    socket.send_fds(line, [content], list(descriptors))
+def say(line: socket.socket, message: Mapping[str, Any], *descriptors: int) -> None:
+    """Send a message: what shall be imported, an order, who was started, who has ended."""
+    socket.send_fds(line, [orjson.dumps(message)], list(descriptors))
 
 
 def hear(line: socket.socket) -> tuple[dict[str, Any], list[int]] | None:

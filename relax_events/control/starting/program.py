@@ -14,6 +14,8 @@ import selectors
 import signal
 import socket
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 from setproctitle import setproctitle
 
@@ -44,25 +46,38 @@ def serve(line: socket.socket) -> tuple[Order, int] | None:
                     say(line, {"ended": key.data, "code": os.waitstatus_to_exitcode(os.waitpid(key.data, 0)[1])})
                 elif (heard := hear(line)) is None:
                     return None
-                else:
-                    order, (log,) = Order(**heard[0]), heard[1]
-                    if (pid := forked(order)) == 0:
-                        for other in list(selector.get_map().values()):
-                            if other.data is not None:
-                                os.close(other.fd)
-                        return order, log
-                    os.close(log)
-                    handle = os.pidfd_open(pid)  # it is not waited for yet, and so the name of nobody else
-                    selector.register(handle, selectors.EVENT_READ, pid)
-                    say(line, {"started": pid}, handle)
+                elif (found := obey(*heard, line, selector)) is not None:
+                    return found
     return None
 
 
-def forked(order: Order) -> int:
-    """Import what an order needs and fork; the worker leads a process group of its own."""
-    for module in order.imports:
+def obey(message: dict[str, Any], descriptors: list[int], line: socket.socket, selector: selectors.BaseSelector) -> tuple[Order, int] | None:
+    """Import what is asked for, and fork a worker if one is ordered; see `serve`."""
+    load(message["imports"])
+    if "module" not in message:
+        return None
+    order, (log,) = Order(**message), descriptors
+    if (pid := forked()) == 0:
+        for worker in selector.get_map().values():
+            if worker.data is not None:
+                os.close(worker.fd)
+        return order, log
+    os.close(log)
+    handle = os.pidfd_open(pid)  # it is not waited for yet, and so the name of nobody else
+    selector.register(handle, selectors.EVENT_READ, pid)
+    say(line, {"started": pid}, handle)
+    return None
+
+
+def load(modules: Sequence[str]) -> None:
+    """Import what workers need."""
+    for module in modules:
         with contextlib.suppress(Exception):  # the worker imports it as well, and says what is wrong with it
             importlib.import_module(module)
+
+
+def forked() -> int:
+    """Fork; the worker leads a process group of its own."""
     gc.freeze()  # nobody's collector writes to what is there, so that its memory stays shared
     if (pid := os.fork()) == 0:
         os.setpgid(0, 0)

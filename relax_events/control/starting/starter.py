@@ -10,11 +10,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import structlog
 
+from relax_events.config import RunConfig
+from relax_events.control.starting.environment import shared_environment
 from relax_events.control.starting.order import Order, hear, say
 from relax_events.errors import RunFailed
 
@@ -29,19 +32,28 @@ class Starter:
     """Starts worker processes: has them forked from one that has imported what they need. Used by one thread at a time."""
 
     def __init__(self, environment: Mapping[str, str], log_path: Path) -> None:
-        """Nothing is started before the first worker.
+        """Nothing is started before something is asked for.
 
         Args:
-            environment: What all workers have, and none of their secrets.
+            environment: What all workers have, and no secrets.
             log_path: For what goes wrong in the starter itself.
         """
         self._environment, self._log_path = dict(environment), log_path
         self._process: StarterProcess | None = None
 
+    @classmethod
+    def of(cls, config: RunConfig) -> Starter:
+        """Return a run's starter."""
+        return cls(shared_environment(), config.run_directory / "logs" / "starter.log")
+
     @property
     def pid(self) -> int | None:
         """Of the process that forks, if it is there."""
         return self._process.pid if self._process is not None else None
+
+    def prepare(self, imports: Sequence[str]) -> None:
+        """Have modules imported that workers will need, and don't wait for it."""
+        self._there().prepare(imports)
 
     def start(self, order: Order, *, log_path: Path) -> ForkedWorker:
         """Start a worker in a process group of its own.
@@ -55,9 +67,7 @@ class Starter:
         log_path.parent.mkdir(parents=True, exist_ok=True)  # the run's folder may have been deleted: its worker says so, in a log
         with log_path.open("ab") as log_file:
             for _ in range(2):
-                if self._process is None:
-                    self._process = StarterProcess(self._environment, self._log_path)
-                if (worker := self._process.fork(order, log_file.fileno())) is not None:
+                if (worker := self._there().fork(order, log_file.fileno())) is not None:
                     return worker
                 self.close()
         raise RunFailed(f"no worker can be started: the process that forks them ended twice; see {self._log_path}")
@@ -67,6 +77,11 @@ class Starter:
         if self._process is not None:
             self._process.close()
         self._process = None
+
+    def _there(self) -> StarterProcess:
+        if self._process is None:
+            self._process = StarterProcess(self._environment, self._log_path)
+        return self._process
 
 
 class StarterProcess:
@@ -89,10 +104,15 @@ class StarterProcess:
         pid: int = self._process.pid
         return pid
 
+    def prepare(self, imports: Sequence[str]) -> None:
+        """Have modules imported."""
+        with contextlib.suppress(OSError):  # it is gone, as the first order will find out
+            say(self._line, {"imports": list(imports)})
+
     def fork(self, order: Order, log: int) -> ForkedWorker | None:
         """Have a worker forked whose output goes to the descriptor; None when the process is gone."""
         with contextlib.suppress(OSError):
-            say(self._line, order, log)
+            say(self._line, asdict(order), log)
         worker = None
         while worker is None and not self._is_lost:
             worker = self._note()
