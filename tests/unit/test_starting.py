@@ -129,5 +129,6 @@ def test_roles_import_what_they_load_and_no_torch_where_gpus_are(
         "trainer": ["workers.trainer", "relax_events.training.torch_backend"],
         "nobody": [],
     }
+    assert modules_of(make_run_config(model={"device": "xpu"}), "rollout")[1:] == ["workers.rollout"]
     monkeypatch.setattr(imports, "ACCELERATORS", (tmp_path,))
     assert modules_of(config, "rollout")[1:] == ["workers.rollout"]

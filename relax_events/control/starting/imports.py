@@ -11,17 +11,23 @@ from relax_events.plugins import ENGINES, ROLES, TRAINER_BACKENDS, installed
 COMPUTING = frozenset({"reference", "actor-forward", "critic", "teacher", "trainer"})
 """Roles that load the trainer's backend."""
 COMMAND = "relax_events.cli.run"
-ACCELERATORS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
-"""Devices of drivers. Where one is there, torch is imported by each worker: a process that has asked for GPUs once can't be forked for them."""
+ACCELERATORS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
+"""Devices of drivers. Where one is there, `auto` means a GPU."""
 
 
 def modules_of(config: RunConfig, role: str) -> list[str]:
     """Name the modules that a role's worker on this machine loads before its work."""
     names = [(ROLES, role)]
-    if not any(device.exists() for device in ACCELERATORS):
+    if computes_on_cpu(config):
         engines = {"rollout": config.rollout_engine, "evaluator": config.engine.name, "judge": config.judge.engine.name}
         names += [(ENGINES, engines.get(role, "")), (TRAINER_BACKENDS, config.trainer.backend if role in COMPUTING else "")]
     return [COMMAND, *(installed(group)[name].module for group, name in names if name in installed(group))]
+
+
+def computes_on_cpu(config: RunConfig) -> bool:
+    """Tell whether torch may be imported before a fork: a process that has asked for GPUs, as some imports do, can't be forked for them."""
+    known = {"cpu"} if any(path.exists() for path in ACCELERATORS) else {"cpu", "auto"}
+    return {config.model.device, config.judge.device, config.teacher.device} <= known
 
 
 def imports_of(config: RunConfig) -> list[str]:
