@@ -14,14 +14,14 @@ import pytest
 
 from relax_events.config import RunConfig
 from relax_events.control.starting import imports
-from relax_events.control.starting.imports import modules_of
+from relax_events.control.starting.imports import imports_of, modules_of
 from relax_events.control.starting.order import Order
 from relax_events.control.starting.starter import ForkedWorker, Starter
 from relax_events.errors import RunFailed
 
 pytestmark = pytest.mark.unit
 STAND_IN = "tests.unit.stand_in"
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 @pytest.fixture
@@ -115,6 +115,17 @@ def test_starter_that_can_not_begin_is_named_with_its_log(tmp_path: Path) -> Non
     with pytest.raises(RunFailed, match=r"no worker can be started: the process that forks them ended twice; see .*starter\.log"):
         starter.start(ordered("end", "0"), log_path=tmp_path / "worker.log")
     assert "PYTHONHOME" in (tmp_path / "starter.log").read_text()
+
+
+def test_starter_has_no_thread_and_nothing_open_after_imports(make_run_config: Callable[..., RunConfig], starter: Starter, tmp_path: Path) -> None:
+    starter._environment |= {"OMP_NUM_THREADS": "1"}
+    starter.prepare(imports_of(make_run_config(model={"device": "cpu"}, judge={"device": "cpu"}, teacher={"device": "cpu"})))
+    order = ordered("show", "torch", "transformers", "workers.trainer", environment={})
+    assert starter.start(order, log_path=tmp_path / "worker.log").wait(SECONDS) == 0
+    assert set(json.loads((tmp_path / "worker.log").read_text())["modules"].values()) == {True}
+    process = process_of(starter)
+    assert process.num_threads() == 1
+    assert [file.path for file in process.open_files() if not file.path.endswith("starter.log")] == []
 
 
 def test_roles_import_what_they_load_and_no_torch_where_gpus_are(
