@@ -34,10 +34,10 @@ sglang: .venv-sglang/.ready ## Make an environment for SGLang beside ours, which
 quickstart: setup ## Train a tiny model on this machine, every role its own process, on a real Kafka broker
 	$(BIN)/relax run configs/quickstart.toml
 
-test: setup ## Run all tests: two at a time, but one by one those that break things; of SGLang after `make sglang`
+test: setup ## Run all tests, two at a time; those of SGLang after `make sglang`
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/unit tests/property
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/engines tests/integration tests/e2e
-	$(BIN)/python -m pytest -q tests/fault
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/fault
 
 test-fast: setup ## Run the tests that need no broker
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/unit tests/property

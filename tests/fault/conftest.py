@@ -13,7 +13,7 @@ from stage import laid_over, lay_out, make_model, usual_tree
 from relax_events.broker.embedded import EmbeddedBroker
 from relax_events.config import RunConfig
 
-TEST_SECONDS = 240
+TEST_SECONDS = 480
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
