@@ -41,8 +41,8 @@ SETTINGS = (
 )
 QUESTION = """configs/motion.toml, asynchronous with all roles and an embedded broker: {num_steps:,} train steps of 8 prompt groups with 8 samples.
 There are 1,024 clips, of which the machine's cache holds some 340: the others are fetched, verified and decoded again and again. 50 versions are
-retained on the log. Looked at every {every:g} s from outside: resident memory of every process, blocks on disk, and unread records as the workers'
-`/metrics` say. Steps take as long as other work on the machine lets them.
+retained on the log. Looked at every {every:g} s from outside: memory of every process, shared pages divided, blocks on disk, and unread
+records as the workers' `/metrics` say. Steps take as long as other work on the machine lets them.
 
 ![Reward, time, memory, disk and lag by train step](media-endurance.svg)"""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -14,22 +15,22 @@ from typing import Any
 import psutil
 
 from benchmarks import report
-from benchmarks.processes import BROKER, resident_bytes, roles_below
+from benchmarks.processes import BROKER, memory_of, roles_below
 from benchmarks.quickstart import CONFIG
 
 LOOK_EVERY_SECONDS = 0.25
 RUN_SECONDS = 900.0
 QUESTION = """The quickstart, every role a process of its own and the broker embedded, watched from start to end: {num_samples:,} trained samples.
-Start-up is in it: imports, the broker's first seconds, making the model and the data (under "relax run"). Memory is resident, so pages that
-processes share count for each of them."""
+Start-up is in it: imports, the broker's first seconds, making the model and the data (under "relax run"). Pages of memory that
+processes share are divided among them; what stands here is the median of all looks."""
 
 
 @dataclass
 class Watch:
-    """Adds up what the processes of each role used, by the last look at each."""
+    """Adds up what the processes of each role used, by the last look at each, and keeps how much memory they had at every one."""
 
     seconds: dict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
-    peak_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    memory: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     known: dict[psutil.Process, str] = field(default_factory=dict)
 
     def look(self, root: psutil.Process) -> None:
@@ -41,8 +42,8 @@ class Watch:
             except (psutil.NoSuchProcess, psutil.ZombieProcess):
                 continue
             self.seconds[role][process.pid] = times.user + times.system
-        for role, num_bytes in resident_bytes(roles).items():
-            self.peak_bytes[role] = max(self.peak_bytes[role], num_bytes)
+        for role, num_bytes in memory_of(roles).items():
+            self.memory[role].append(num_bytes)
 
 
 def run(folder: Path) -> tuple[Watch, dict[str, Any]]:
@@ -77,7 +78,7 @@ def rows(watch: Watch, num_samples: int) -> list[dict[str, str]]:
             "role": role,
             "CPU s per 1,000 samples": f"{used[role] / num_samples * 1000:.2f}",
             "CPU s in all": f"{used[role]:.1f}",
-            "peak memory, MiB": f"{watch.peak_bytes[role] / 2**20:,.0f}",
+            "memory, MiB": f"{statistics.median(watch.memory[role]) / 2**20:,.0f}",
         }
         for role in sorted(used, key=lambda role: -used[role])
     ]
@@ -96,7 +97,7 @@ def main() -> None:
         question=QUESTION.format(num_samples=num_samples),
         command="python -m benchmarks.footprint",
         rows=table,
-        conclusion=f"The broker takes {bus['CPU s per 1,000 samples']} s of processor time per 1,000 samples and {bus['peak memory, MiB']} MiB.",
+        conclusion=f"The broker takes {bus['CPU s per 1,000 samples']} s of processor time per 1,000 samples and {bus['memory, MiB']} MiB.",
         data={"samples_trained": num_samples, "wall_seconds": found["wall_seconds"]},
     )
 

@@ -51,12 +51,12 @@ def is_as_forked(process: psutil.Process) -> bool:
     return parent is not None and process.cmdline() == parent.cmdline()
 
 
-def resident_bytes(roles: dict[psutil.Process, str]) -> dict[str, int]:
-    """Return the memory of each role; pages that processes share count for each of them."""
-    resident: dict[str, int] = defaultdict(int)
+def memory_of(roles: dict[psutil.Process, str]) -> dict[str, int]:
+    """Return the memory of each role; pages that processes share are divided among them, as those of forked workers are."""
+    shares: dict[str, int] = defaultdict(int)
     for process, role in roles.items():
         try:
-            resident[role] += process.memory_info().rss
+            shares[role] += process.memory_full_info().pss
         except psutil.Error:
             continue
-    return dict(resident)
+    return dict(shares)

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.processes import resident_bytes, roles_below
+from benchmarks.processes import memory_of, roles_below
 
 ANSWER_SECONDS = 10.0
 BLOCK_BYTES = 512
@@ -77,7 +77,7 @@ class RunEye:
         for role, name, value in told:
             if name == LAG:
                 lag[role] += int(value)
-        memory = resident_bytes(roles_below(self._root, self._known))
+        memory = memory_of(roles_below(self._root, self._known))
         return Look(seconds, int(max(steps, default=0)), memory, self._disk(), dict(lag))
 
     def _disk(self) -> dict[str, int]:

@@ -11,8 +11,9 @@ import sys
 def main(deed: str, *words: str) -> None:
     """Do what is asked for."""
     if deed == "show":
-        seen = {"arguments": sys.argv[1:], "environment": dict(os.environ), "group": os.getpgid(0), "input": os.read(0, 1).decode()}
-        print(json.dumps(seen | {"modules": {name: name in sys.modules for name in words}}))
+        seen = {"arguments": sys.argv[1:], "environment": dict(os.environ), "input": os.read(0, 1).decode()}
+        seen |= {"group": os.getpgid(0), "session": os.getsid(0), "modules": {name: name in sys.modules for name in words}}
+        print(json.dumps(seen))
     elif deed == "end":
         print("error: the reason")
         sys.exit(int(words[0]))

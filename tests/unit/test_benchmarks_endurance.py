@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import endurance
 from benchmarks.curve_plot import Curve, small_multiples
-from benchmarks.processes import DECODER, RUN, is_as_forked, resident_bytes, roles_below
+from benchmarks.processes import DECODER, RUN, is_as_forked, memory_of, roles_below
 from benchmarks.watched_run import Look, blocks_of, port_of
 
 WAIT = "import sys; sys.stdin.read()"
@@ -69,7 +69,7 @@ def test_processes_are_told_apart_and_children_count_to_their_parents_role() -> 
         roles = roles_below(psutil.Process(), known)
         assert {psutil.Process(worker.pid): role for worker, role in zip(workers, ("reward", "trainer"), strict=True)}.items() <= roles.items()
         assert [roles[psutil.Process(worker.pid).children()[0]] for worker in workers] == ["reward", DECODER]
-        assert resident_bytes(roles)["reward"] > 2**20
+        assert memory_of(roles)["reward"] > 2**20
     finally:
         for worker in workers:
             worker.communicate(timeout=20)

@@ -60,6 +60,7 @@ def test_worker_is_the_process_that_a_shell_would_have_started(starter: Starter,
         "arguments": ["show", "colorsys", "this"],
         "environment": {"PATH": "/bin", "RELAX_MINE": "1"},
         "group": worker.pid,
+        "session": worker.pid,
         "modules": {"colorsys": True, "this": False},
         "input": "",
     }

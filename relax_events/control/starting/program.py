@@ -77,14 +77,18 @@ def load(modules: Sequence[str]) -> None:
 
 
 def forked() -> int:
-    """Fork; the worker leads a process group of its own."""
-    gc.freeze()  # nobody's collector writes to what is there, so that its memory stays shared
+    """Fork; the worker leads a session of its own, and so a process group, before anybody hears of it."""
+    gc.freeze()  # no collector looks at what is there: its memory stays shared, and collections are short
+    heard, told = os.pipe()
     if (pid := os.fork()) == 0:
-        os.setpgid(0, 0)
+        os.close(heard)
+        os.setsid()
+        os.close(told)
         gc.enable()
-    else:
-        with contextlib.suppress(PermissionError, ProcessLookupError):  # whoever comes first
-            os.setpgid(pid, pid)
+        return pid
+    os.close(told)
+    os.read(heard, 1)
+    os.close(heard)
     return pid
 
 

@@ -56,7 +56,7 @@ class Starter:
         self._there().prepare(imports)
 
     def start(self, order: Order, *, log_path: Path) -> ForkedWorker:
-        """Start a worker in a process group of its own.
+        """Start a worker in a session of its own.
 
         Args:
             order: For it.
