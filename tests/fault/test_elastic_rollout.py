@@ -24,11 +24,13 @@ def test_rollout_goes_from_one_worker_to_three_and_back_under_load_and_loses_not
     run.until_steps(2)
     run.signal(signal.SIGSTOP, "trainer-0")  # so that there is work left, however long two workers take to start
     assert stat.S_IMODE((run.folder / "api-token").stat().st_mode) == 0o600
+    run.process.send_signal(signal.SIGSTOP)  # so that the request is open until it has been asked for again
     code, answer = scale(run, "out", "--to", "3", "--key", "grow")
     assert (code, answer["status"], answer["selected_engines"]) == (0, "PENDING", ["rollout-1", "rollout-2"])
     grown = answer["request_id"]
     assert scale(run, "out", "--to", "3", "--key", "grow")[1]["request_id"] == grown
     assert scale(run, "in", "--to", "1", "--yes")[0] == 6, "the first request is open"
+    run.process.send_signal(signal.SIGCONT)
     run.until(lambda: run.is_ready("rollout-1") and run.is_ready("rollout-2"), "two workers more are ready")
     run.signal(signal.SIGCONT, "trainer-0")
     assert until_over(run, grown) is Status.ACTIVE
