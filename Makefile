@@ -36,7 +36,7 @@ quickstart: setup ## Train a tiny model on this machine, every role its own proc
 
 test: setup ## Run all tests, two at a time; those of SGLang after `make sglang`
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/unit tests/property
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder tests/engines tests/e2e tests/integration
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/engines tests/e2e tests/integration
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/fault
 
 test-fast: setup ## Run the tests that need no broker
