@@ -92,7 +92,7 @@ def installed(group: str) -> dict[str, EntryPoint]:
 
 
 class AsWritten(SourceFileLoader):
-    """Runs what a file says now. Python's cache of bytecode takes a file for unchanged that has the same size a second later."""
+    """Runs what a file says now. Python's cache of bytecode takes one for unchanged that keeps its size within a second."""
 
     def get_code(self, fullname: str) -> CodeType:
         """See `importlib.abc.InspectLoader`."""

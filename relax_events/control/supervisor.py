@@ -180,7 +180,7 @@ class Supervisor:
 
     def start(self) -> None:
         """Start every worker."""
-        for managed in sorted(self._processes.values(), key=lambda one: len(one.order.imports)):  # those that need little wait for nobody
+        for managed in self._processes.values():
             self._spawn(managed)
 
     def _spawn(self, managed: ManagedProcess) -> None:

@@ -17,10 +17,8 @@ from relax_events.events.parts import WorkerState
 from relax_events.events.types import WorkerBeat
 
 MakeRunConfig = Callable[..., RunConfig]
-NO_RESTART = {"max_restarts": 0}
-
-
 MakeEnded = Callable[[RunConfig, int], Supervisor]
+NO_RESTART = {"max_restarts": 0}
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
 from pathlib import Path
 
 from relax_events.config import RunConfig
@@ -31,6 +30,5 @@ def computes_on_cpu(config: RunConfig) -> bool:
 
 
 def imports_of(config: RunConfig) -> list[str]:
-    """Name the modules of all roles of a run, those that many roles load first."""
-    lists = [modules_of(config, role) for role in config.roles()]
-    return list(dict.fromkeys(name for level in zip_longest(*lists) for name in level if name is not None))
+    """Name the modules of all roles of a run, each once."""
+    return list(dict.fromkeys(name for role in config.roles() for name in modules_of(config, role)))

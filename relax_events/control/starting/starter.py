@@ -95,14 +95,20 @@ class StarterProcess:
         command = [sys.executable, "-m", "relax_events.control.starting.program", str(other.fileno())]
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with other, log_path.open("ab") as file:
-            outputs = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
-            self._process = subprocess.Popen(command, **outputs, start_new_session=True, env=environment, pass_fds=[other.fileno()])  # type: ignore[call-overload]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                env=environment,
+                pass_fds=[other.fileno()],
+            )
 
     @property
     def pid(self) -> int:
         """Of the process."""
-        pid: int = self._process.pid
-        return pid
+        return self._process.pid
 
     def prepare(self, imports: Sequence[str]) -> None:
         """Have modules imported."""
@@ -128,7 +134,7 @@ class StarterProcess:
         return self._codes.pop(pid, None)
 
     def close(self) -> None:
-        """End the process, after it has told of those that have ended."""
+        """End the process. Of workers whose end it has not told by now nobody learns more."""
         self._is_lost = True
         self._line.close()
         self._process.kill()
