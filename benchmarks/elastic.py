@@ -68,7 +68,7 @@ class Watched:
                 time.sleep(1.0)
             config = load_run_config(self.run_file)
             connection = Connection.of(BrokerConfig(bootstrap_servers=self._stage.bootstrap_servers), client_id=f"{RUN_ID}.watch")
-            follower = ControlFollower(connection, TopicPlan.of(config), EventCodec(), also=("control.heartbeats",))
+            follower = ControlFollower(connection, TopicPlan.of(config), EventCodec(), also=("control.heartbeats.rollout",))
             follower.start(self._inbox.put)
             yield
             follower.close()

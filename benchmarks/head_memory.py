@@ -97,7 +97,7 @@ SIDES: dict[str, Callable[[PolicyModel, NDArray[np.int32]], Tensor]] = {"full lo
 
 def opened(folder: Path, side: str) -> PolicyModel:
     """Load the model, with TRL's head where that is measured."""
-    model = PolicyModel(folder, config=ModelConfig(path=folder, device="cpu"), device=torch.device("cpu"))
+    model = PolicyModel(folder, config=ModelConfig(dtype="float32", path=folder, device="cpu"), device=torch.device("cpu"))
     if side == "TRL":
         from trl.trainer.utils import add_fused_lm_head  # the only side that needs TRL
 

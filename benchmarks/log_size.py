@@ -86,7 +86,7 @@ def bytes_on_disk(broker: EmbeddedBroker, data: Path, num_tokens: int, compressi
 
 def main() -> None:
     """Measure, and write docs/benchmarks/log-size.md."""
-    with tempfile.TemporaryDirectory() as folder, EmbeddedBroker(Path(folder)) as broker:
+    with tempfile.TemporaryDirectory() as folder, EmbeddedBroker(Path(folder), has_password=False) as broker:
         found = {(length, kind): bytes_on_disk(broker, Path(folder), length, kind) for length in LENGTHS for kind in COMPRESSIONS}
     rows = [
         {

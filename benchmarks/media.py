@@ -105,7 +105,7 @@ def pieces_of(modality: Modality, seed: int) -> list[Piece]:
 
 def run_in(folder: Path, model: Path) -> RunConfig:
     """Return the run file of a run in a folder of its own: nothing is cached yet."""
-    tree = {"run": {"id": "media", "directory": folder}, "model": {"path": model, "device": "cpu", "media": MEDIA.model_dump()}}
+    tree = {"run": {"id": "media", "directory": folder}, "model": {"path": model, "dtype": "float32", "device": "cpu", "media": MEDIA.model_dump()}}
     return RunConfig.model_validate({**tree, "data": {"source": "scenes:colour"}})
 
 
@@ -219,7 +219,9 @@ def request(number: int, reference: MediaRef, library: MediaLibrary, renderer: P
 
 def engine_rates(model: Path) -> dict[str, list[float]]:
     """Return the engine's tokens per second by round, beside a prompter at work and without one."""
-    engine = TransformersEngine(model, config=EngineConfig(max_context_tokens=2048), model=ModelConfig(path=model, device="cpu", media=MEDIA))
+    engine = TransformersEngine(
+        model, config=EngineConfig(threads=1, max_context_tokens=2048), model=ModelConfig(dtype="float32", path=model, device="cpu", media=MEDIA)
+    )
     found: dict[str, list[float]] = {"clips in memory": [], "clips checked and decoded meanwhile": []}
     for seed in range(NUM_ROUNDS):
         pieces = [clip(np.random.default_rng((seed, number))) for number in range(NUM_GROUPS)]

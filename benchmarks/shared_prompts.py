@@ -90,10 +90,11 @@ def backend_of(model: Path, *, share_prompts: bool) -> TorchBackend:
     """Open the trainer's backend."""
     config = {
         "run": {"id": "shared-prompts"},
-        "model": {"path": model, "device": "cpu"},
+        "model": {"path": model, "dtype": "float32", "device": "cpu"},
         "data": {"source": "jsonl:unused"},
         "algorithm": {"old_logprobs": "rollout"},
-        "trainer": {"share_prompts": share_prompts, "learning_rate": 1e-12},
+        "engine": {"sampling": {"max_new_tokens": 32}},
+        "trainer": {"share_prompts": share_prompts, "learning_rate": 1e-12, "threads": 1, "max_tokens_per_micro_batch": 8192},
     }
     return TorchBackend(RunConfig.model_validate(config), ranks=SingleRank())
 

@@ -227,7 +227,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="numbers of stale records, growing")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the broker ends with us
-    with tempfile.TemporaryDirectory() as folder, EmbeddedBroker(Path(folder)) as broker:
+    with tempfile.TemporaryDirectory() as folder, EmbeddedBroker(Path(folder), has_password=False) as broker:
         found = measure(broker.bootstrap_servers, options.lengths)
     publish(found, folder=report.FOLDER)
 

@@ -53,7 +53,7 @@ def open_stage(bootstrap_servers: str | None) -> Iterator[Stage]:
         if bootstrap_servers is not None:
             yield Stage(folder, bootstrap_servers, None)
             return
-        with EmbeddedBroker(folder / "broker") as broker:
+        with EmbeddedBroker(folder / "broker", has_password=False) as broker:
             yield Stage(folder, broker.bootstrap_servers, broker.pid)
 
 
@@ -129,6 +129,7 @@ class TimedRun:
             "engine.max_prompt_groups": workload.lanes_per_engine,
             "engine.max_running_samples": workload.lanes_per_engine * workload.samples_per_prompt,
             "engine.max_context_tokens": most_tokens,
+            "engine.threads": 1,
             "engine.sampling.max_new_tokens": workload.lengths.max_record_tokens,
             "reward.function": f"{stage.folder / 'reward.py'}:score",
             "algorithm.kl_coefficient": 0.001 if has_forward else 0.0,
@@ -136,5 +137,6 @@ class TimedRun:
             "trainer.backend": f"{FOLDER / 'timed_trainer.py'}:TimedBackend",
             "trainer.max_tokens_per_micro_batch": max(2048, most_tokens),
             "trainer.checkpoint_every": 1000,
+            "trainer.threads": 1,
             "workers.rollout": workload.num_engines,
         }

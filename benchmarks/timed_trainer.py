@@ -54,6 +54,15 @@ class TimedBackend:
         self._num_loss_tokens += tokens
         self._num_tokens += sum(len(np.asarray(sample.tokens)) for sample in micro_batch)
 
+    def discard(self) -> None:
+        """Forget what was queued; the devices have spent the time on it."""
+        self._num_samples = self._num_tokens = self._num_loss_tokens = 0
+
+    def skip_step(self) -> None:
+        """Forget what was queued, and count up."""
+        self.discard()
+        self.policy_version += 1
+
     def step(self) -> StepFigures:
         """Wait for what is queued and for the update, and count up."""
         self._occupy(self._timing.update_seconds)
@@ -66,7 +75,7 @@ class TimedBackend:
             num_tokens=self._num_tokens,
             num_samples=self._num_samples,
         )
-        self._num_samples = self._num_tokens = self._num_loss_tokens = 0
+        self.discard()
         return figures
 
     def _occupy(self, seconds: float) -> None:

@@ -35,11 +35,11 @@ cache (`swap`). *Drawn* is what the engine has drawn, *in samples* what the fini
 def engines(path: Path) -> Iterator[tuple[str, Engine]]:
     """Open each engine that is installed, one after the other."""
     bounds: dict[str, Any] = {"max_running_samples": NUM_PROMPTS * SAMPLES_PER_PROMPT, "max_context_tokens": 512}
-    model = ModelConfig(path=path, device="cpu")
-    with closing(TransformersEngine(path, config=EngineConfig(**bounds), model=model)) as engine:
+    model = ModelConfig(dtype="float32", path=path, device="cpu")
+    with closing(TransformersEngine(path, config=EngineConfig(threads=1, **bounds), model=model)) as engine:
         yield "transformers", engine
     if SGLANG_PYTHON.exists():
-        config = EngineConfig(**bounds, sglang=SGLangConfig(python=str(SGLANG_PYTHON)))
+        config = EngineConfig(threads=1, **bounds, sglang=SGLangConfig(python=str(SGLANG_PYTHON)))
         with closing(SGLangEngine(path, config=config, model=model)) as engine:
             yield "sglang", engine
 

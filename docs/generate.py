@@ -18,6 +18,8 @@ from relax_events import errors
 from relax_events.algorithms.describing import describe, installed_algorithms
 from relax_events.broker.records import POLICY_VERSION_HEADER
 from relax_events.config import RunConfig
+from relax_events.config.base import is_derived
+from relax_events.config.changes import RULES, Rule
 from relax_events.control.health import HealthMetrics, HealthState
 from relax_events.control.run_metrics import RunMetrics
 from relax_events.control.run_state import RunState
@@ -49,6 +51,7 @@ def main() -> int:
         "topics.md": topics_page(),
         "metrics.md": metrics_page(),
         "exit-codes.md": errors_page(),
+        "resuming.md": resuming_page(),
     }
     stale = [name for name, text in pages.items() if not (FOLDER / name).exists() or (FOLDER / name).read_text() != text]
     if "--check" in sys.argv:
@@ -63,7 +66,8 @@ def config_page() -> str:
     """Every key of a run file."""
     parts = [
         "# The run file",
-        "One TOML file a run. `RELAX_SECTION__KEY` in the environment overrides it, `section.key=value` on the command line overrides both.",
+        "One TOML file a run. `RELAX_SECTION__KEY` in the environment overrides it, `section.key=value` on the command line overrides both. "
+        "Relative paths, `.relax` among them, are of the directory that `relax` is called in, wherever the run file lies.",
     ]
     for name, field in RunConfig.model_fields.items():
         parts += _section(name, field.annotation)
@@ -79,7 +83,7 @@ def _section(name: str, kind: Any) -> list[str]:
             by_name = ".NAME" if typing.get_origin(field.annotation) is dict else ""
             nested += _section(f"{name}.{key}{by_name}", field.annotation)
             continue
-        default = "required" if field.default is PydanticUndefined and field.default_factory is None else f"`{_default(field)}`"
+        default = "required" if field.default is PydanticUndefined and field.default_factory is None else _default(field)
         rows.append(f"| `{key}` | {default} | {_one_line(field.description)} |")
     lead = _one_line(model.__doc__)
     heading = f"## [[{name}]]" if typing.get_origin(kind) is tuple else f"## [{name}]"
@@ -87,8 +91,10 @@ def _section(name: str, kind: Any) -> list[str]:
 
 
 def _default(field: Any) -> Any:
+    if is_derived(field):
+        return "derived"
     value = field.default_factory() if field.default is PydanticUndefined else field.default
-    return str(value) if isinstance(value, Path) else json.dumps(value, default=str)
+    return f"`{value if isinstance(value, Path) else json.dumps(value, default=str)}`"
 
 
 def _one_line(text: str | None) -> str:
@@ -150,12 +156,13 @@ def topics_page() -> str:
 
 def metrics_page() -> str:
     """Every metric: of a worker, and of the run."""
-    config = RunConfig.model_validate({"run": {"id": "documented"}, "model": {"path": "model"}, "data": {"source": "jsonl:rows"}})
+    tree = {"run": {"id": "documented"}, "model": {"path": "model"}, "data": {"source": "jsonl:rows"}, "workers": {"drain_seconds": 20.0}}
+    config = RunConfig.model_validate(tree)
     parts = [
         "# Metrics",
         "All names begin with `relax_`, all values are in base units. No label holds a version or an id; the scrape target says which run it is.",
         "## Of every worker\n\nServed on `/metrics` of every worker.",
-        _metric_rows([*WorkerMetrics("trainer").registry.collect(), *ErrorMetrics("trainer", broker={}, objects={}).collect()]),
+        _metric_rows([*WorkerMetrics("trainer").registry.collect(), *ErrorMetrics("trainer", broker={}, objects={}, away_seconds=float).collect()]),
         "## Of the run\n\nServed by the controller in addition, which keeps the run's state: it is rebuilt from the control log at each start.",
         _metric_rows([family for collector in _of_the_run(config) for family in collector.collect()]),
     ]
@@ -191,9 +198,22 @@ def rewards_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def resuming_page() -> str:
+    """What may change between the sessions of a run."""
+    lead = (
+        "`relax run` compares the run file with the one that the run's log describes, shows each key that differs, and goes by this table. "
+        f"`{Rule.FREE}`: the change is taken. `{Rule.ACCEPTED}`: it changes what is trained from here on; give `--accept-changes`, or say yes where there is a "
+        f"terminal. `{Rule.NEVER}`: the run can't go on with it; `relax runs fork` starts a run of its own from its weights. Of two lines that fit a key the "
+        "longer one holds. What changed, and from which policy version on, is on the log: `relax runs show` and the report tell it. A change that brings a "
+        "role in or takes one out is refused as well."
+    )
+    rows = [f"| `{key}` | {rule} | {_one_line(reason)} |" for key, (rule, reason) in RULES.items()]
+    return "\n".join(["# Changing a run file between sessions", "", lead, "", "| key or section | may change | what it does |", "|---|---|---|", *rows, ""])
+
+
 def errors_page() -> str:
     """The error tree and its exit codes."""
-    codes = "0 ok, 1 unexpected or goal not reached, 2 usage or configuration, 3 broker unreachable, 4 refused by the broker, 5 schema, 6 a check found something, 7 fenced, 8 hung and asked to start again, 130 interrupted"
+    codes = "0 ok, 1 unexpected or goal not reached, 2 usage or configuration, 3 broker unreachable, 4 refused by the broker, 5 schema, 6 a check found something, 7 fenced, 8 start it again: it hung and was asked to, or waited in vain for the object store, 130 interrupted by Ctrl-C (SIGINT), 141 nobody reads the output any more, 143 interrupted by SIGTERM"
     return f"# Errors and exit codes\n\nExit codes: {codes}.\n\n```\n{(errors.__doc__ or '').strip()}\n```\n"
 
 

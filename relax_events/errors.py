@@ -14,12 +14,15 @@ RelaxError                      exit with its `exit_code`; the text names the th
 ├── PoisonSample                dead-letter the record, end its prompt group as failed, go on
 │   └── MediaError              the same; before its row is issued, pass over the row with the reason
 ├── RewardError                 score the sample as failed with a counted reason, go on
-├── ObjectError                 retry, then treat the record as poison: the referenced object is missing or altered
+├── ObjectError                 treat the record as poison: the referenced object is missing or altered
+├── StoreUnavailable            wait for the object store, heartbeats continuing; past the deadline exit 8, to be started again
 ├── WeightsError                keep serving the version at hand, report, try the next publication
 ├── EngineFailed                exit 1: the inference server is lost; the leases are free, and the worker that starts next has a new one
 ├── CheckFailed                 exit 6: a check ran and found something
 └── RunFailed                   exit 1: the run ended without reaching its goal
-    └── StepNotFinite           exit 1: nothing of the step is kept; the controller ends the run when the same step comes out so again
+    ├── Interrupted             exit 130 after Ctrl-C (SIGINT), 143 after SIGTERM: `relax run` drained; the same command resumes the run
+    ├── RankLost                exit 1: another rank of the trainer died or hangs; all ranks start again
+    └── StepNotFinite           skip the update and commit the step with the weights before it; `trainer.max_steps_not_finite` in a row end the run
 """
 
 
@@ -85,6 +88,10 @@ class PoisonSample(RelaxError):
     """A well-formed record holds values that no worker can use."""
 
 
+class ForeignRecord(PoisonSample):
+    """A record says what its writer may not say, or what no worker of the run would: it becomes a dead letter and changes nothing."""
+
+
 class MediaError(PoisonSample):
     """A picture, a sound or a clip is missing, hostile, or not what it is said to be."""
 
@@ -107,6 +114,12 @@ class ObjectError(RelaxError):
     """A referenced object is missing, unreadable, or not the one that was stored."""
 
 
+class StoreUnavailable(RelaxError):
+    """An object store does not answer, lets nobody in, or is full: nothing is wrong with the object."""
+
+    exit_code = 8
+
+
 class WeightsError(RelaxError):
     """A weight artifact is incomplete, altered or does not fit the model."""
 
@@ -125,15 +138,23 @@ class RunFailed(RelaxError):
     """The run ended without reaching its goal."""
 
 
-class StepNotFinite(RunFailed):
-    """A loss or a gradient is no finite number; the weights are those before the step."""
+class Interrupted(RunFailed):
+    """A signal asked `relax run` to end before its goal."""
 
-    def __init__(self, text: str, *, train_step: int) -> None:
-        """Say what was seen.
+    def __init__(self, text: str, *, signal_number: int) -> None:
+        """Say what was interrupted.
 
         Args:
-            text: Names the step, the value, and where to look.
-            train_step: Whose loss or gradient it is.
+            text: Names the run, and what resumes it.
+            signal_number: The signal; the exit code is the shell's for it.
         """
         super().__init__(text)
-        self.train_step = train_step
+        self.exit_code = 128 + signal_number
+
+
+class RankLost(RunFailed):
+    """Another rank of the trainer died or hangs; what it died of stands in its own log."""
+
+
+class StepNotFinite(RunFailed):
+    """A loss or a gradient is no finite number; the weights are those before the step."""

@@ -5,6 +5,8 @@ Anyone can add one. One's own needs no package: `path/to/file.py:Name` names it 
 
 from __future__ import annotations
 
+import ast
+import difflib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -77,12 +79,38 @@ def find_plugin(group: str, name: str, *, what: str, accepts: Any = CLASS) -> En
     if path.endswith(".py") and attribute:
         if not Path(path).is_file():
             place = f"path/to/file.py:{'Class' if accepts is CLASS else kind_of(accepts)}"
-            raise ConfigError(f"{what}: file {path} does not exist; give {place}, or the name of an installed one")
+            where = "" if Path(path).is_absolute() else f" in the working directory {Path.cwd()}"
+            raise ConfigError(f"{what}: file {path} does not exist{where}; give {place}, or the name of an installed one")
         return FilePlugin(Path(path), attribute, what, accepts)
     offered = installed(group)
     if name not in offered:
-        raise ConfigError(f"{what} is not installed; installed are {', '.join(sorted(offered))}")
+        close = difflib.get_close_matches(name, sorted(offered), n=1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"{what} is not installed; installed are {', '.join(sorted(offered))}{meant}")
     return offered[name]
+
+
+def missing_import(plugin: EntryPoint | FilePlugin) -> str | None:
+    """Return the first package that a plugin's module imports and that is not installed; the module is read and not run.
+
+    Args:
+        plugin: As found. What it imports within functions is its own affair.
+    """
+    if isinstance(plugin, FilePlugin):
+        path, beside = plugin.path, {file.stem for file in plugin.path.parent.glob("*.py")}
+    else:
+        spec = importlib.util.find_spec(plugin.module)
+        if spec is None or spec.origin is None:
+            return plugin.module
+        path, beside = Path(spec.origin), set[str]()
+    wanted: list[str] = []
+    for statement in ast.parse(path.read_bytes()).body:
+        if isinstance(statement, ast.Import):
+            wanted += [name.name for name in statement.names]
+        elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+            wanted.append(statement.module)
+    packages = dict.fromkeys(name.partition(".")[0] for name in wanted)
+    return next((name for name in packages if name not in beside and importlib.util.find_spec(name) is None), None)
 
 
 @cache

@@ -153,9 +153,10 @@ DASHBOARDS: dict[str, Sequence[Panel]] = {
 
 def catalogue() -> dict[str, str]:
     """Return what each metric means, by its name as Prometheus knows it; histograms by that of their buckets."""
-    config = RunConfig.model_validate({"run": {"id": "documented"}, "model": {"path": "model"}, "data": {"source": "jsonl:rows"}})
+    tree = {"run": {"id": "documented"}, "model": {"path": "model"}, "data": {"source": "jsonl:rows"}, "workers": {"drain_seconds": 20.0}}
+    config = RunConfig.model_validate(tree)
     health = HealthMetrics(HealthState.of(config, own_id="controller-0"), config)
-    worker = [*WorkerMetrics("trainer").registry.collect(), *ErrorMetrics("trainer", broker={}, objects={}).collect()]
+    worker = [*WorkerMetrics("trainer").registry.collect(), *ErrorMetrics("trainer", broker={}, objects={}, away_seconds=float).collect()]
     scaling = ScaleMetrics(ScaleState(), Bounds.of(config, is_supervised=True))
     families = [*worker, *RunMetrics(config, RunState()).collect(), *health.collect(), *scaling.collect()]
     suffixes = {"counter": "_total", "histogram": "_bucket"}

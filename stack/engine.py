@@ -20,9 +20,16 @@ from relax_events.broker.embedded.lock import read_lock
 ROOT = Path(__file__).parent.parent
 ENGINE = cache_directory(read_lock()).parent / "engine"
 COMPOSE_FILE = ROOT / "compose" / "docker-compose.yml"
+PINS_FILE = ROOT / "compose" / "images.env"
 START_SECONDS = 30.0
 COMMAND_SECONDS = 600.0
 PROJECT = "relax"
+
+
+def read_pins(file: Path = PINS_FILE) -> dict[str, str]:
+    """Return the images by digest that `make stack-pins` has written, by variable; none where it has not."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
 class StackError(Exception):
@@ -41,7 +48,7 @@ class Engine:
     def environment(self) -> dict[str, str]:
         """Of the commands; images are built by the classic builder, which every engine has."""
         own = {"DOCKER_HOST": self.host} if self.host else {}
-        return {**os.environ, "DOCKER_BUILDKIT": "0", "COMPOSE_PROJECT_NAME": PROJECT, **own, **self.settings}
+        return {**read_pins(), **os.environ, "DOCKER_BUILDKIT": "0", "COMPOSE_PROJECT_NAME": PROJECT, **own, **self.settings}
 
     def docker(self, *words: str, seconds: float = COMMAND_SECONDS, check: bool = True) -> str:
         """Run a docker command and return what it said on stdout.
@@ -91,6 +98,13 @@ class Engine:
         """Return what the engine says of a container: Status, ExitCode, Pid, Health, ..."""
         state: dict[str, Any] = json.loads(self.docker("inspect", "--format", "{{json .State}}", container, seconds=30))
         return state
+
+    def networks(self, container: str) -> dict[str, dict[str, Any]]:
+        """Return the networks that a container is in, by name: IPAddress, Gateway, Aliases, ..."""
+        networks: dict[str, dict[str, Any]] = json.loads(
+            self.docker("inspect", "--format", "{{json .NetworkSettings.Networks}}", container, seconds=30)
+        )
+        return networks
 
 
 def run(command: Sequence[str], environment: Mapping[str, str], *, seconds: float, check: bool = True, merged: bool = False) -> str:

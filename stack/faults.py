@@ -19,7 +19,7 @@ from statistics import median
 
 from benchmarks import report
 from relax_events.config import RunConfig, load_run_config
-from stack.engine import PROJECT, ROOT, Engine, exit_code_of, open_engine
+from stack.engine import ROOT, Engine, exit_code_of, open_engine
 from stack.images import Stopwatch, provide_images
 from stack.run_watch import RunWatch
 from stack.volumes import VOLUME_OF, fill, free, write_small_volumes
@@ -33,7 +33,6 @@ BOUND_SECONDS = 180.0
 START_SECONDS = 600.0
 ENDLESS = 1_000_000
 STEPS_LEFT = 50
-NETWORK = f"{PROJECT}_default"
 QUESTION = f"""The quickstart's task in containers, and one fault after the other: a service is killed, frozen for {HELD_SECONDS:g} s, taken off the
 network for {HELD_SECONDS:g} s, its volume is full for {HELD_SECONDS:g} s, it is stopped in peace and started again, or given two workers more for
 {SCALED_SECONDS:g} s. Seconds from the end of the fault to the first committed train step whose prompts were issued after it; what others hold
@@ -66,11 +65,14 @@ def pause(engine: Engine, service: str) -> None:
 
 
 def disconnect(engine: Engine, service: str) -> None:
-    """Take a service off the network for a while."""
+    """Take a service off its networks for a while."""
     for container in engine.containers(service):
-        engine.docker("network", "disconnect", NETWORK, container)
+        networks = engine.networks(container)
+        for network in networks:
+            engine.docker("network", "disconnect", network, container)
         time.sleep(HELD_SECONDS)
-        engine.docker("network", "connect", "--alias", service, NETWORK, container)
+        for network in networks:
+            engine.docker("network", "connect", "--alias", service, network, container)
 
 
 def restart(engine: Engine, service: str) -> None:

@@ -17,9 +17,9 @@ import yaml
 from relax_events.broker.embedded.cache import cache_directory
 from relax_events.broker.embedded.download import ensure_jars
 from relax_events.broker.embedded.lock import read_lock
-from stack.engine import COMPOSE_FILE, ROOT, Engine, StackError, run
+from stack.engine import COMPOSE_FILE, ROOT, Engine, StackError, read_pins, run
 
-BASE_IMAGE = os.environ.get("BASE_IMAGE", "debian:bookworm-slim")
+BASE_IMAGE = {**read_pins(), **os.environ}.get("BASE_IMAGE", "debian:bookworm-slim")
 SUITE = "bookworm"
 CA_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 OURS = {"light": "LIGHT_IMAGE", "model": "MODEL_IMAGE"}
@@ -49,7 +49,8 @@ def image_names() -> dict[str, str]:
     services = yaml.safe_load(COMPOSE_FILE.read_text())["services"]
     named = {target: services["controller" if target == "light" else "trainer"]["image"] for target in OURS}
     named |= {service: services[service]["image"] for service in OTHERS}
-    return {what: os.environ.get(variable) or default_of(named[what]) for what, variable in (OURS | OTHERS).items()}
+    chosen = {**read_pins(), **os.environ}
+    return {what: chosen.get(variable) or default_of(named[what]) for what, variable in (OURS | OTHERS).items()}
 
 
 def default_of(value: str) -> str:
@@ -90,6 +91,10 @@ def _provide(engine: Engine, name: str, make: Callable[[], None], watch: Stopwat
         try:
             engine.docker("pull", "--quiet", name, seconds=PULL_SECONDS)
         except StackError as error:
+            if "@" in name:
+                raise StackError(
+                    f"{name} can't be pulled, and nothing made here has its digest; drop its line of compose/images.env: {error}"
+                ) from error
             print(f"  {name} can't be pulled, so it is made here: {str(error).splitlines()[-1]}", flush=True)
             make()
 

@@ -24,7 +24,7 @@ ARCHIVE = Jar(
 FLAGS = ("-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Dquarkus.http.host=127.0.0.1")
 PATIENCE = {"timeout": 20.0, "max.retries": 200, "retries.wait.ms": 50, "retries.max.wait.ms": 1000}
 """The registry says nowhere when it is ready; the client asks until it is: for a minute and a half on average."""
-STOP_SECONDS = 20
+STOP_SECONDS = 60
 
 
 @contextmanager

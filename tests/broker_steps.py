@@ -13,7 +13,7 @@ from typing import Any
 from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord, Record
 
-TIMEOUT_SECONDS = 20.0
+TIMEOUT_SECONDS = 60.0
 MEMBER = """
 import sys
 from relax_events.broker.connection import Connection

@@ -8,13 +8,17 @@ import uuid
 from collections.abc import Callable, Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
+from small_settings import small_run
 
 from relax_events.config import RunConfig
+
+if TYPE_CHECKING:
+    from engine_gate import Gate
 
 TESTS = Path(__file__).parent
 SGLANG_PYTHON = TESTS.parent / ".venv-sglang" / "bin" / "python"
@@ -29,14 +33,33 @@ settings.load_profile("relax")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let the suite run against a cluster and a server that are there already."""
     parser.addoption("--bootstrap-servers", default="", help="host:port,... of an existing cluster; default: an embedded broker for the session")
+    help_text = "what ports and files do that a session leaves behind; processes always fail it"
+    parser.addoption("--leftovers", choices=["fail", "report"], default="fail", help=help_text)
     parser.addoption("--sglang-url", default="", help="of an SGLang server on the engines' tiny model; default: one is started for the session")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let no session leave anything behind."""
+    from tests.leftovers import Leftovers
+
+    if not config.option.collectonly:
+        config.pluginmanager.register(Leftovers(config), "leftovers")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test with the name of its folder."""
+    """Mark each test with the name of its folder, those of the gate, and those that need an SGLang server."""
+    from tests.gate import SGLANG_FIXTURES, is_in_gate
+
     for item in items:
-        if TESTS in item.path.parents:
-            item.add_marker(getattr(pytest.mark, item.path.relative_to(TESTS).parts[0]))
+        if TESTS not in item.path.parents:
+            continue
+        place = item.path.relative_to(TESTS)
+        item.add_marker(getattr(pytest.mark, place.parts[0]))
+        if is_in_gate(f"{place.as_posix()}::{item.name}"):
+            item.add_marker(pytest.mark.gate)
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if SGLANG_FIXTURES & set(getattr(item, "fixturenames", ())) or parameters.get("make") == "sglang":
+            item.add_marker(pytest.mark.sglang)
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +70,7 @@ def bootstrap_servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
         return
     from relax_events.broker.embedded import EmbeddedBroker
 
-    with EmbeddedBroker(tmp_path_factory.mktemp("broker")) as broker:
+    with EmbeddedBroker(tmp_path_factory.mktemp("broker"), has_password=False) as broker:  # tests reach it by its address, with clients of all kinds
         request.config.stash[BROKER_LOG] = broker.log_path
         yield broker.bootstrap_servers
 
@@ -84,6 +107,16 @@ def run_id() -> str:
 
 
 @pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Give a gate, open at first, before all engines of this process."""
+    from engine_gate import Gate
+
+    made = Gate(monkeypatch)
+    yield made
+    made.open()
+
+
+@pytest.fixture
 def make_run_config(run_id: str, tmp_path: Path) -> RunConfigFactory:
     """Return a maker of run configurations: `make_run_config(run={"max_staleness": 0}, ...)` lays sections over the test's own."""
 
@@ -97,6 +130,6 @@ def make_run_config(run_id: str, tmp_path: Path) -> RunConfigFactory:
         }
         for name, keys in copy.deepcopy(sections).items():
             tree[name] = tree.get(name, {}) | keys
-        return RunConfig.model_validate(tree)
+        return small_run(tree)
 
     return make

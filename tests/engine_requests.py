@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from relax_events.config import EngineConfig, ModelConfig, SamplingConfig
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
+from relax_events.engines.sampling import uniforms
 from relax_events.engines.transformers import TransformersEngine
 from relax_events.errors import WeightsError
 from relax_events.events.parts import FinishReason, VersionSegment
@@ -38,8 +39,8 @@ def tiny_model(family: str = "qwen3", seed: int = 3) -> Path:
 def make_engine(path: Path | None = None, *, model: Mapping[str, Any] | None = None, **settings: Any) -> TransformersEngine:
     """Open an engine on one CPU thread."""
     path = path or tiny_model()
-    config = EngineConfig(**{"max_running_samples": 16, "max_context_tokens": 128} | settings)
-    return TransformersEngine(path, config=config, model=ModelConfig(**{"path": path, "device": "cpu"} | dict(model or {})))
+    config = EngineConfig(**{"threads": 1, "max_running_samples": 16, "max_context_tokens": 128} | settings)
+    return TransformersEngine(path, config=config, model=ModelConfig(**{"dtype": "float32", "path": path, "device": "cpu"} | dict(model or {})))
 
 
 def make_prompt(seed: int, num_tokens: int | None = None) -> NDArray[np.int32]:
@@ -122,7 +123,7 @@ def step(engine: Engine, times: int = 1) -> None:
 
 
 def bits(sample: GeneratedSample) -> tuple[bytes, bytes]:
-    """Give what must be equal to the last bit."""
+    """Give what is equal to the last bit where one computation is repeated: the same requests, in the same order, at the same steps."""
     return sample.tokens.tobytes(), sample.logprobs.tobytes()
 
 
@@ -141,6 +142,42 @@ def plain_logprobs(prompt: NDArray[np.int32], completion: NDArray[np.int32], *, 
     picked = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
     result: NDArray[Any] = picked[len(prompt) - 1 :].numpy()
     return result
+
+
+def check_draws(
+    samples: Mapping[str, GeneratedSample],
+    *requests: GenerationRequest,
+    path: Path | None = None,
+    logprob_error: float = 1e-4,
+    draw_error: float = 1e-4,
+) -> None:
+    """Hold samples beside whole forwards in float64: their log-probabilities, and that their own seeds drew their tokens.
+
+    That is what an engine promises whatever else runs and wherever a sample began. Two computations round differently, so bits are compared
+    only where one computation is repeated.
+
+    Args:
+        samples: By id; those that the requests name are looked at.
+        requests: That were asked for, without top-k and top-p.
+        path: The model's folder; the tiny one without it.
+        logprob_error: Largest difference of a log-probability, in nats.
+        draw_error: How far a draw may lie outside of its token's part of the distribution.
+    """
+    for request in requests:
+        assert (request.sampling.top_k, request.sampling.top_p) == (0, 1.0)
+        for asked in request.samples:
+            sample = samples[asked.sample_id]
+            ids = torch.from_numpy(np.concatenate([request.prompt_tokens, sample.tokens]).astype(np.int64))[None]
+            with torch.no_grad():
+                logits = plain_model(path or tiny_model())(ids).logits[0, len(request.prompt_tokens) - 1 : -1]
+            logprobs: NDArray[Any] = (logits / request.sampling.temperature).log_softmax(-1).numpy()
+            places = np.arange(len(sample.tokens))
+            np.testing.assert_allclose(sample.logprobs, logprobs[places, sample.tokens], rtol=0, atol=logprob_error)
+            numbers = uniforms(np.full(len(places), asked.seed, np.uint64), places)
+            ends = np.exp(logprobs).cumsum(-1)[places, sample.tokens]
+            starts = ends - np.exp(logprobs[places, sample.tokens])
+            assert (numbers >= starts - draw_error).all(), sample.sample_id
+            assert (numbers <= ends + draw_error).all(), sample.sample_id
 
 
 def other_weights(policy_version: int, *, seed: int = 4, family: str = "qwen3") -> tuple[Weights, Path]:

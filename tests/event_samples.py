@@ -72,19 +72,28 @@ def rolled_out(group_id: str = "000000-0000-0", index: int = 0, *, version: int 
     return SampleRolledOut(**_trajectory(group_id, index, version=version, of=of) | fields | changes)
 
 
-def scored(group_id: str = "000000-0000-0", index: int = 0, *, version: int = 0, reward: float = 1.0) -> SampleScored:
+def scored(group_id: str = "000000-0000-0", index: int = 0, *, version: int = 0, reward: float = 1.0, generation: str = "") -> SampleScored:
     """Make a sample's score."""
     return SampleScored(
-        sample_id=f"{group_id}/{index}", prompt_group_id=group_id, policy_version=version, reward=reward, reward_name="exact_match", scored_at=1
+        sample_id=f"{group_id}/{index}",
+        prompt_group_id=group_id,
+        policy_version=version,
+        generation_digest=generation,
+        reward=reward,
+        reward_name="exact_match",
+        scored_at=1,
     )
 
 
-def evaluated(group_id: str = "000000-0000-0", index: int = 0, *, version: int = 0, evaluator: str = "reference") -> SampleEvaluated:
+def evaluated(
+    group_id: str = "000000-0000-0", index: int = 0, *, version: int = 0, evaluator: str = "reference", generation: str = ""
+) -> SampleEvaluated:
     """Make a sample's log-probabilities by another model."""
     return SampleEvaluated(
         sample_id=f"{group_id}/{index}",
         prompt_group_id=group_id,
         policy_version=version,
+        generation_digest=generation,
         evaluator=evaluator,
         evaluator_version=0,
         values=np.zeros(4, np.float32),

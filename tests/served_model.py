@@ -15,6 +15,7 @@ from sglang_servers import BOUNDS
 
 from relax_events.config import EngineConfig, ModelConfig
 from relax_events.engines.api.app import make_app
+from relax_events.http_guard import server_settings
 from relax_events.listening import open_listener, url_of
 
 START_SECONDS = 60.0
@@ -22,15 +23,28 @@ START_SECONDS = 60.0
 
 @contextmanager
 def served(
-    path: Path | None = None, *, is_incremental: bool = False, records_experts: bool = False, token: str = "", **settings: Any
+    path: Path | None = None,
+    *,
+    is_incremental: bool = False,
+    records_experts: bool = False,
+    token: str = "",
+    weights_root: Path | None = Path("/"),
+    **settings: Any,
 ) -> Iterator[str]:
     """Serve a model on a free port, and give the address."""
     path = path or tiny_model()
-    model = ModelConfig(path=path, device="cpu", routing_replay="rollout" if records_experts else "none")
-    app = make_app(model, EngineConfig(**BOUNDS | settings), model_name="tiny", is_incremental=is_incremental, token=token)
+    model = ModelConfig(dtype="float32", path=path, device="cpu", routing_replay="rollout" if records_experts else "none")
+    app = make_app(
+        model,
+        EngineConfig(**{"threads": 1} | BOUNDS | settings),
+        model_name="tiny",
+        is_incremental=is_incremental,
+        token=token,
+        weights_root=weights_root,
+    )
     with open_listener("127.0.0.1", 0, remedies=("", ""), what="a test") as listener:
         listener.listen()
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1))
+        server = uvicorn.Server(server_settings(app, timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         deadline = time.monotonic() + START_SECONDS

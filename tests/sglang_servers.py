@@ -31,11 +31,12 @@ def started_server(path: Path, folder: Path, *, python: str, arguments: tuple[st
         python: Of the environment that SGLang is installed in.
         arguments: Further ones of the server's.
     """
-    config = EngineConfig(**BOUNDS, sglang=SGLangConfig(python=python, arguments=arguments))
-    process = ServerProcess(ModelFolder.read(path), folder, config=config, settings=ModelConfig(path=path))
+    config = EngineConfig(threads=1, **BOUNDS, sglang=SGLangConfig(python=python, arguments=arguments))
+    process = ServerProcess(ModelFolder.read(path), folder, config=config, settings=ModelConfig(dtype="float32", path=path))
     process.start(path, name="session")
     try:
         await_ready(process)
+        process.note_shared_memory()
         yield process.url
     finally:
         process.kill()
@@ -54,8 +55,8 @@ def engines_at(url: str, *, path: Path | None = None, **model_settings: Any) -> 
 
     def make(model: Path | None = None, **settings: Any) -> Engine:
         folder = model or path or tiny_model()
-        config = EngineConfig(**BOUNDS | settings, sglang=SGLangConfig(urls=(url,)))
-        engines.append(SGLangEngine(folder, config=config, model=ModelConfig(path=folder, **model_settings)))
+        config = EngineConfig(**{"threads": 1} | BOUNDS | settings, sglang=SGLangConfig(urls=(url,)))
+        engines.append(SGLangEngine(folder, config=config, model=ModelConfig(dtype="float32", path=folder, **model_settings)))
         return engines[-1]
 
     yield make

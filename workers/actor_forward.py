@@ -6,10 +6,12 @@ stand below the probability ratio instead of the engine's.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 
 from relax_events.config import RunConfig
-from relax_events.errors import PoisonSample
+from relax_events.errors import PoisonSample, WeightsError
 from relax_events.events.types import Event, PolicyVersionPublished
 from relax_events.pipeline.map_role import MapRole
 from relax_events.pipeline.worker import Worker
@@ -18,6 +20,11 @@ from relax_events.weights.manifest import Weights
 from relax_events.weights.transport import StoreTransport, WeightsTransport
 from workers.evaluation import Evaluating, open_scorer
 from workers.opening import open_store, open_worker
+
+MAX_VERSIONS = 2
+"""Held in memory, whole: the version that most samples are of, and its neighbour where they alternate."""
+LOST_SECONDS = 30.0
+"""After which a version that could not be read is tried again: its objects may have been restored."""
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -31,12 +38,17 @@ def run(config: RunConfig, *, index: int = 0) -> None:
 
 
 class VersionedWeights:
-    """Keeps the weights of the window's versions at hand and puts the wanted ones into the scorer."""
+    """Puts the weights of the wanted version into the scorer. Samples come by version, oldest first: few are at hand, others are read again."""
 
-    def __init__(self, worker: Worker, scorer: Scorer, transport: WeightsTransport) -> None:
+    def __init__(
+        self, worker: Worker, scorer: Scorer, transport: WeightsTransport, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._worker, self._scorer, self._transport = worker, scorer, transport
         self._published: dict[int, PolicyVersionPublished] = {}
         self._cached: OrderedDict[int, Weights] = OrderedDict()
+        self._clock = clock
+        self._lost: dict[int, tuple[float, WeightsError]] = {}
+        """Since when (monotonic) a version counts as lost, and why."""
         self._held = -1
 
     def note(self, event: Event) -> None:
@@ -44,21 +56,27 @@ class VersionedWeights:
         if isinstance(event, PolicyVersionPublished):
             self._published[event.policy_version] = event
             self._published.pop(event.policy_version - self._worker.plan.num_slots, None)
+            self._lost.pop(event.policy_version - self._worker.plan.num_slots, None)
 
     def use(self, policy_version: int) -> int:
         """Make the scorer hold the weights of a version.
 
         Raises:
             PoisonSample: The version was never published, or long ago.
-            WeightsError: Its artifact is unreadable.
+            WeightsError: Its artifact is unreadable, or was less than LOST_SECONDS ago.
         """
         if policy_version == self._held:
             return policy_version
-        if policy_version not in self._cached:
-            self._cached[policy_version] = self._read(policy_version)
-            while len(self._cached) > self._worker.plan.num_slots:
-                self._cached.popitem(last=False)
-        self._scorer.load_weights(self._cached[policy_version])
+        since, known = self._lost.get(policy_version, (0.0, None))
+        if known is not None and self._clock() - since < LOST_SECONDS:
+            raise known
+        with self._worker.transfer("load weights"):
+            if policy_version not in self._cached:
+                while len(self._cached) >= MAX_VERSIONS:  # before the next one is read
+                    self._cached.popitem(last=False)
+                self._cached[policy_version] = self._read(policy_version)
+            self._cached.move_to_end(policy_version)
+            self._scorer.load_weights(self._cached[policy_version])
         self._held = policy_version
         self._worker.beats.policy_version = policy_version
         return policy_version
@@ -68,4 +86,10 @@ class VersionedWeights:
         published = latest if latest and latest.policy_version == policy_version else self._published.get(policy_version)
         if published is None:
             raise PoisonSample(f"policy version {policy_version} is not among the published ones in the window, {sorted(self._published)}")
-        return self._transport.fetch(published)
+        try:
+            return self._transport.fetch(published)
+        except WeightsError as error:
+            remedy = "restore the object, or start the run again: its trainer writes its newest version anew; or fork it from an older version"
+            lost = WeightsError(f"{error}; {remedy}")
+            self._lost[policy_version] = self._clock(), lost
+            raise lost from error

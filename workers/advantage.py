@@ -18,14 +18,14 @@ from relax_events.broker.consumer import GroupConsumer
 from relax_events.broker.deadline import Deadline
 from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
-from relax_events.errors import CorruptRecord, PoisonSample, RewardError
+from relax_events.errors import CorruptRecord, ForeignRecord, PoisonSample, RewardError
 from relax_events.events.parts import Array, Outcome, TopicOffset
 from relax_events.events.tensors import dense
 from relax_events.events.types import Event, PolicyVersionPublished, SampleEvaluated, SampleReady, SampleRolledOut, SampleScored
 from relax_events.objects.roots import media_of
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.join import GroupJoin, JoinedGroup
-from relax_events.pipeline.validation import check_sample
+from relax_events.pipeline.validation import check_sample, require_belonging
 from relax_events.pipeline.worker import Worker
 from relax_events.policy import IssuedGroup, is_guest
 from relax_events.topics.plan import EVALUATOR_TOPICS
@@ -34,6 +34,8 @@ from workers.opening import open_worker
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
 DRAIN_COMMIT_SECONDS = 5.0
+MAX_RECORDS = 256
+"""Taken at a time: as many are joined before the consumer polls again and their offsets are committed."""
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -83,7 +85,7 @@ class AdvantageLoop:
         worker = self._worker
         worker.follow(self._note)
         while not worker.drain.requested:
-            records = self._consumer.fetch(1000, timeout_seconds=IDLE_SECONDS)
+            records = self._consumer.fetch(MAX_RECORDS, timeout_seconds=IDLE_SECONDS)
             if records:
                 self._process(records)
             if self._expiry_is_due:
@@ -105,14 +107,28 @@ class AdvantageLoop:
                 self._worker.traces.waited(group.prompt_group_id, "rollout.samples")
                 with self._worker.traces.each("advantage", [group.prompt_group_id], topic="rollout.samples"):
                     self._finish(group)
+            self._worker.progressed()
+        self._count_dropped()
         failpoint("advantage.before_flush")
         self._worker.producer.flush()
         failpoint("advantage.before_commit")
         self._commit()
         self._worker.finished(len(records), started)
 
+    def _count_dropped(self) -> None:
+        """Count the records of generations that were not joined, since the last time."""
+        self._worker.metrics.generation_dropped(self._join.num_dropped)
+        self._join.num_dropped = 0
+
     def _take(self, record: Record) -> JoinedGroup | None:
         event = self._worker.decode(record)
+        if event is not None:
+            try:
+                require_belonging(self._worker.plan.entity(record.topic), event)
+            except ForeignRecord as error:
+                self._worker.dead_letter(record, error)
+                self._join.pass_over(record)
+                return None
         if isinstance(event, SampleScored | SampleEvaluated):
             return self._join.add(record, event)
         reason = "record could not be decoded"
@@ -193,6 +209,7 @@ class AdvantageLoop:
             policy_version=sample.policy_version,
             min_policy_version=sample.min_policy_version,
             max_policy_version=sample.max_policy_version,
+            generation_digest=sample.generation_digest,
             tokens=sample.tokens,
             loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
             rollout_logprobs=sample.rollout_logprobs,

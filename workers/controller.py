@@ -22,6 +22,7 @@ from relax_events.broker.deadline import Deadline
 from relax_events.broker.replication import amiss
 from relax_events.config import RunConfig
 from relax_events.control.health import HealthMetrics, HealthState, Limits, decide
+from relax_events.control.lanes import share_group_size
 from relax_events.control.orphans import VARIABLE
 from relax_events.control.run_metrics import RunMetrics
 from relax_events.control.run_state import FOLLOWED, RunState
@@ -31,13 +32,15 @@ from relax_events.control.scaling.desk import Errand, ScaleDesk
 from relax_events.control.scaling.metrics import ScaleMetrics
 from relax_events.control.scaling.server import ApiServer, is_served
 from relax_events.control.topics.purger import Purger
-from relax_events.control.topics.retention import RetentionKeeper
+from relax_events.control.topics.retention import RetentionKeeper, num_versions_needed
 from relax_events.errors import BrokerError
 from relax_events.events.parts import Command, now_micros
-from relax_events.events.types import Event, RunCommanded
+from relax_events.events.types import Event, PolicyVersionPublished, RunCommanded, RunDescribed
+from relax_events.objects.marker import claim, require_mark, told_mark
 from relax_events.pipeline.control import ControlFollower
 from relax_events.pipeline.description import describe, is_told
 from relax_events.pipeline.failpoints import failpoint
+from relax_events.pipeline.publications import RECENT_VERSIONS
 from relax_events.pipeline.source_run import SourceRun
 from relax_events.pipeline.worker import RESTART_CODE, Worker
 from relax_events.topics.rights import prefix_of
@@ -52,8 +55,14 @@ QUEUE_SECONDS, QUEUE_RETRY_SECONDS = 5.0, 60.0  # brokers before 4.2 don't know 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until the run has ended."""
-    with open_worker("controller", config, index=index, follow=FOLLOWED, linger_ms=0) as worker:
+    with open_controller(config, index=index) as worker:
         ControllerLoop(worker).run()
+
+
+def open_controller(config: RunConfig, *, index: int) -> Worker:
+    """Make the controller's worker, which follows as much of the control log as health, scaling and purges look at."""
+    num_versions = max(RECENT_VERSIONS, num_versions_needed(config))
+    return open_worker("controller", config, index=index, follow=FOLLOWED, num_versions=num_versions, linger_ms=0)
 
 
 class ControllerLoop:
@@ -70,11 +79,12 @@ class ControllerLoop:
         self._limits = Limits.of(self._config)
         self._health = HealthState.of(self._config, own_id=worker.worker_id)
         worker.metrics.registry.register(HealthMetrics(self._health, self._config))
-        bounds = Bounds.of(self._config, is_supervised=VARIABLE in os.environ)
+        size = share_group_size(self._config, self._admin)
+        bounds = Bounds.of(self._config, is_supervised=VARIABLE in os.environ, share_group_size=size)
         self._scaling = ScaleDesk(ScaleState(), bounds, self._give)
         self._autoscaler = Autoscaler(self._config, self._state, self._scaling)
         worker.metrics.registry.register(ScaleMetrics(self._scaling.state, bounds))
-        self._purger = Purger(self._config, worker.connection, open_store(self._config), worker.codec)
+        self._purger = Purger(self._config, worker.connection, open_store(self._config, waits=False), worker.codec)
         self._retention = RetentionKeeper(self._purger, self._config)
         self._all_trained_at = 0.0
         self._leader: RunState | None = None
@@ -119,14 +129,24 @@ class ControllerLoop:
             self._worker.tick(working=False)
 
     def _describe(self) -> None:
-        """Tell the log what this run is, unless it knows."""
-        described = describe(self._config)
-        if not is_told(described, self._worker.control.history):
+        """Tell the log what this run is, unless it knows.
+
+        Raises:
+            ConfigError: The object store is not the one that the log knows.
+        """
+        store, history = open_store(self._config), self._worker.control.history
+        descriptions = [event for event in history if isinstance(event, RunDescribed)]
+        told = told_mark(descriptions)
+        mark = claim(store, run_id=self._config.run.id, cluster_id=self._worker.control.cluster_id, told=told)
+        require_mark(mark, told=told, store_uri=store.uri(""))
+        versions = [event.policy_version for event in history if isinstance(event, PolicyVersionPublished)]
+        described = describe(self._config, from_version=max(versions, default=None), store_mark=mark.value)
+        if not is_told(described, history):
             self._worker.producer.write([self._worker.outbound("control.commands", described)])
 
     def _follow_leader(self) -> None:
         """Watch the run whose steps our trainer follows: when it has ended, so shall we, once all is trained."""
-        source = SourceRun.read(self._worker.connection, self._config.source.run)
+        source = SourceRun.read(self._worker.connection, self._config.source.run, own=self._config)
         self._leader = RunState()
         self._leader_follower = ControlFollower(self._worker.connection, source.plan, source.codec())
         self._leader_follower.start(self._leader.note)
@@ -157,9 +177,10 @@ class ControllerLoop:
         elif state.failed_in_a_row >= run.max_failed_groups:
             failed = f"{state.failed_in_a_row} prompt groups failed in a row (run.max_failed_groups)"
             self._stop(reason=f"{failed}; the last one: {state.last_failure}")
-        elif (lost := state.step_lost) is not None:
-            what = f"train step {lost.policy_version} had a loss or gradient that is not finite, twice, at {lost.worker_id}"
-            self._stop(reason=f"{what}; the weights are those before it; see its log and docs/how-to/alerts/relax-step-not-finite.md")
+        elif state.skipped_in_a_row >= self._config.trainer.max_steps_not_finite:
+            what = f"{state.skipped_in_a_row} train steps in a row had a loss or gradient that is not finite (trainer.max_steps_not_finite)"
+            last = f"the last one is {state.steps[-1].train_step}, and the weights are those before the first"
+            self._stop(reason=f"{what}; {last}; see the log of trainer-0 and docs/how-to/alerts/relax-step-not-finite.md")
 
     def _is_evaluated(self) -> bool:
         """Tell whether the last version was evaluated on everything, or has had its time."""

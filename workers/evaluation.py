@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+import structlog
+
 from relax_events.broker.records import OutRecord
 from relax_events.config import ModelConfig
+from relax_events.errors import WeightsError
+from relax_events.events.parts import Outcome
 from relax_events.events.types import SampleEvaluated, SampleRolledOut
 from relax_events.pipeline.worker import Worker
 from relax_events.training.protocol import SampleScores, Scorer, TokenScorer
 from workers.backends import backend_of
 
+log = structlog.get_logger()
 UseVersion = Callable[[int], int]
 
 
@@ -33,12 +38,19 @@ class Evaluating:
             by_version[sample.policy_version].append(sample)
         records = []
         for version, members in sorted(by_version.items()):
-            evaluator_version = self._use_version(version)
-            for sample, values in zip(members, self.scores_of(members), strict=True):
+            try:
+                evaluator_version = self._use_version(version)
+            except WeightsError as error:
+                records += self._ended(members, error)
+                continue
+            with self._worker.piece("score a part of a record batch"):
+                scores = self.scores_of(members)
+            for sample, values in zip(members, scores, strict=True):
                 evaluated = SampleEvaluated(
                     sample_id=sample.sample_id,
                     prompt_group_id=sample.prompt_group_id,
                     policy_version=sample.policy_version,
+                    generation_digest=sample.generation_digest,
                     evaluator=self._evaluator,
                     evaluator_version=evaluator_version,
                     values=values.logprobs,
@@ -50,6 +62,14 @@ class Evaluating:
                 )
             self._worker.metrics.tokens(sum(len(sample.tokens) for sample in members))
         return records
+
+    def _ended(self, samples: Sequence[SampleRolledOut], error: WeightsError) -> list[OutRecord]:
+        """Ask the trainer to end the prompt groups of a version whose weights are lost, so that they are issued again on another one."""
+        version, groups = samples[0].policy_version, list(dict.fromkeys(sample.prompt_group_id for sample in samples))
+        log.error("weights.lost", policy_version=version, num_prompt_groups=len(groups), error=str(error))
+        self._worker.metrics.weights.lost(len(groups))
+        reason = f"{self._worker.role}: the weights of version {version} can't be used"
+        return [self._worker.tombstone(group, Outcome.EXPIRED, reason, policy_version=version) for group in groups]
 
     def scores_of(self, samples: Sequence[SampleRolledOut]) -> list[SampleScores]:
         """Return what is said of each sample."""

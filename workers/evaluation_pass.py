@@ -59,7 +59,7 @@ class EvaluationPass:
             config: The run.
             beat: Called while samples are scored, which takes long where a reward function hangs.
         """
-        self._beat, self._num_at_once = beat, SCORED_AT_ONCE * (dataset.reward or config.reward).processes
+        self._beat, self._num_at_once = beat, SCORED_AT_ONCE * (dataset.reward or config.reward).num_processes
         self._dataset, self._source = dataset, source
         self._engine, self._renderer, self._rewards, self._library = engine, renderer, rewards, library
         self._sampling = dataset.sampling or config.engine.sampling
@@ -156,7 +156,7 @@ class EvaluationPass:
         return SampleRequest(sample_id=f"{name}/{number}", seed=int.from_bytes(digest), tokens=tokens, logprobs=logprobs, segments=())
 
     def _score(self, samples: list[GeneratedSample]) -> None:
-        results = self._rewards.score_batch([self._item(sample) for sample in samples])
+        results = self._rewards.score_batch([self._item(sample) for sample in samples], on_answer=self._beat)
         for sample, result in zip(samples, results, strict=True):
             index, row, missing = self._at_work[sample.prompt_group_id]
             failed = isinstance(result, RewardError) or sample.finish_reason is FinishReason.ERROR

@@ -26,6 +26,7 @@ from relax_events.errors import WeightsError
 from relax_events.events.types import Event, PolicyEvaluated, PolicyVersionPublished
 from relax_events.media.library import MediaLibrary
 from relax_events.pipeline.failpoints import failpoint
+from relax_events.pipeline.publications import RECENT_VERSIONS
 from relax_events.pipeline.worker import Worker
 from relax_events.rewards.pool import RewardPool
 from relax_events.weights.manifest import Weights
@@ -45,7 +46,10 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     sources = {part.name: open_source(part, seed=config.run.seed, section=section) for section, part in evaluated_parts(config)}
     with ExitStack() as stack:
         rewards = {part.name: stack.enter_context(RewardPool(part.reward or config.reward)) for part in config.evaluation.datasets}
-        worker = stack.enter_context(open_worker("evaluator", config, index=index, store=store, follow=("control.evaluations",), linger_ms=0))
+        num_versions = max(RECENT_VERSIONS, config.run.retain_versions + config.weights.full_every)  # weights of older ones are gone
+        follow = ("control.evaluations",)
+        opened = open_worker("evaluator", config, index=index, store=store, follow=follow, num_versions=num_versions, linger_ms=0)
+        worker = stack.enter_context(opened)
         asked = config.model_copy(update={"model": config.model.routing_freely})
         engine = open_speaker(asked, name=config.engine.name, metrics=worker.metrics.routing)
         stack.callback(engine.close)
@@ -134,9 +138,10 @@ class EvaluatorLoop:
         """Make the engine hold a version; None where its weights can't be had: those of an old one have been deleted before its turn."""
         version = published.policy_version
         try:
-            weights = self._transport.fetch(published)
-            failpoint("evaluator.before_load")
-            self._engine.load_weights(weights)
+            with self._worker.transfer("load weights"):
+                weights = self._transport.fetch(published)
+                failpoint("evaluator.before_load")
+                self._engine.load_weights(weights)
         except WeightsError as error:
             is_newest = version == self._worker.control.policy_version
             log.error("evaluation.delayed" if is_newest else "evaluation.skipped", policy_version=version, error=str(error))

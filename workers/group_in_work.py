@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -30,6 +31,10 @@ class GroupInWork:
     """By sample index, where the data bring them and nothing is generated."""
     media: Future[None] | None = None
     """Done when what the prompt shows is on this machine, or can't be had; None where it shows nothing."""
+    partials: dict[int, GeneratedSample] = field(default_factory=dict)
+    """By sample index, what another worker had generated of samples that go on."""
+    is_resumed: bool = False
+    """Whether another worker had begun with it."""
     samples: list[GeneratedSample] = field(default_factory=list)
     work: Work = NOT_TRACED
     """What its trace shows of the generation."""
@@ -43,6 +48,19 @@ class GroupInWork:
     def is_complete(self) -> bool:
         """Whether every sample has been generated."""
         return len(self.samples) == self.issued.samples_per_prompt
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it is complete, and no sample of it was cut off."""
+        return self.is_complete and all(sample.finish_reason is not FinishReason.ABORT for sample in self.samples)
+
+    def resume(self, found: Mapping[int, GeneratedSample]) -> None:
+        """Go on with what another worker has generated, on weights as new as the newest of its tokens'."""
+        self.samples = [sample for sample in found.values() if sample.finish_reason is not FinishReason.ABORT]
+        self.partials = {index: sample for index, sample in found.items() if sample.finish_reason is FinishReason.ABORT}
+        self.is_resumed = bool(found)
+        versions = [segment.policy_version for sample in found.values() for segment in sample.segments]
+        self.issued = replace(self.issued, required_policy_version=max([self.issued.required_policy_version, *versions]))
 
     @property
     def policy_versions(self) -> list[int]:

@@ -9,25 +9,33 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
+import structlog
 
 from relax_events.config import RunConfig
 from relax_events.control.notices import NoticeDesk
 from relax_events.control.telling import open_tellers
+from relax_events.errors import BrokerError
 from relax_events.events.types import Event, MetricsReported, PolicyEvaluated, TrainStepCommitted
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.worker import Worker
 from relax_events.telemetry.feed import Feed
+from relax_events.telemetry.figures_file import FiguresFile
 from relax_events.telemetry.trackers import Figures, open_feeds
+from relax_events.topics.plan import METRICS
 from workers.opening import open_worker
 
+log = structlog.get_logger()
+FOLLOWED = (*METRICS.values(), "control.train-steps", "control.evaluations")
+SAVE_SECONDS = 1.0
+OFFERED_SECONDS = 3600.0
+"""What a tracker has not taken for so long is not offered to it again by a later process."""
 IDLE_SECONDS = 0.5
 CLOSE_SECONDS = 10.0
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
-    with open_worker("metrics", config, index=index, follow=("control.metrics", "control.train-steps", "control.evaluations")) as worker:
+    with open_worker("metrics", config, index=index, follow=FOLLOWED) as worker:
         loop = MetricsLoop(worker)
         loop.run()
     if loop.has_left_feeds:
@@ -35,38 +43,74 @@ def run(config: RunConfig, *, index: int = 0) -> None:
 
 
 class MetricsLoop:
-    """Waits for figures on the control log. The file is written anew from the log at each start, so nothing is doubled."""
+    """Waits for figures on the control log. A process that starts again goes on where the file of figures says, so nothing is doubled."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Event | None, dict[str, int]]] = queue.SimpleQueue()
         self._trackers = open_feeds(worker.config, failed=worker.metrics.tracker_failed)
         self._tellers = open_tellers(worker.config, failed=worker.metrics.notice_failed)
-        self._desk = NoticeDesk(worker.config.run.id)
+        self._desk = NoticeDesk(worker.config.run.id, first_version=worker.config.first_version)
+        self._starting_thread = threading.current_thread()
+        self._saved_at = time.monotonic()
 
     def run(self) -> None:
         """Write until the drain starts, and then what came before it: the end of a run is news as well."""
         worker = self._worker
-        worker.drain.on_start(lambda: self._inbox.put(None))
-        worker.follow(self._inbox.put)
-        path = worker.config.run_directory / "metrics.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb", buffering=0) as file:
+        worker.drain.on_start(lambda: self._inbox.put((None, {})))
+        with FiguresFile(worker.config.run_directory / "metrics.jsonl") as file:
+            begins = dict.fromkeys(FOLLOWED, 0) | file.positions
+            worker.follow(lambda event: self._hear(event, file), begins=begins)
             while True:
-                started = time.monotonic()
                 try:
-                    event = self._inbox.get(timeout=IDLE_SECONDS)
+                    event, positions = self._inbox.get(timeout=IDLE_SECONDS)
                 except queue.Empty:
-                    event = None
-                self._tell(event)
-                if (line := self._line(event)) is not None:
-                    failpoint("metrics.before_write")
-                    file.write(orjson.dumps(line) + b"\n")
-                    worker.finished(1, started)
+                    event, positions = None, {}
+                self._take(event, file)
+                self._save(positions, file)
                 worker.tick(working=event is not None)
                 if event is None and worker.drain.requested:
                     break
+            self._finish(file)
         self._close_feeds()
+
+    def _finish(self, file: FiguresFile) -> None:
+        """Take what was committed before the end of the run: the command that ends this worker may be read before it."""
+        self._worker.control.stop()
+        while not self._inbox.empty():
+            self._take(self._inbox.get()[0], file)
+        try:
+            self._worker.control.read_rest()
+        except BrokerError as error:
+            log.warning("metrics.rest_unread", error=str(error))
+
+    def _hear(self, event: Event, file: FiguresFile) -> None:
+        """Take what lay on the log at our start as it is read, so that no more of it is held; what comes later waits for the loop."""
+        if threading.current_thread() is self._starting_thread:
+            self._take(event, file)
+            self._worker.tick(working=True)
+        else:
+            self._inbox.put((event, self._positions()))
+
+    def _positions(self) -> dict[str, int]:
+        return {entity: self._worker.control.position(entity) for entity in FOLLOWED}
+
+    def _take(self, event: Event | None, file: FiguresFile) -> None:
+        started = time.monotonic()
+        self._tell(event)
+        if (line := self._line(event)) is not None:
+            failpoint("metrics.before_write")
+            file.write(line)
+            self._worker.finished(1, started)
+
+    def _save(self, positions: dict[str, int], file: FiguresFile) -> None:
+        """Save where we stand once trackers and services have what came before it; for what they do not take, not for ever."""
+        waited = time.monotonic() - self._saved_at
+        if not positions or waited < SAVE_SECONDS:
+            return
+        if waited > OFFERED_SECONDS or all(feed.is_idle for feed in self._feeds):
+            file.save(file.positions | {entity: position for entity, position in positions.items() if position})
+            self._saved_at = time.monotonic()
 
     def _tell(self, event: Event | None) -> None:
         if event is not None and (notice := self._desk.note(event)) is not None:
@@ -107,7 +151,7 @@ class MetricsLoop:
             self._track(f"evaluation/{event.dataset}", event.policy_version, event.evaluated_at, figures)
             return {"dataset": event.dataset, "at": event.evaluated_at, "policy_version": event.policy_version, **figures}
         if isinstance(event, MetricsReported):
-            if "value_loss" in event.values:  # the critic's figures of the train step that made this version
+            if event.role == "critic" and "value_loss" in event.values:  # the critic's figures of the train step that made this version
                 self._track("critic", event.policy_version - 1, event.reported_at, event.values)
             return {"worker_id": event.worker_id, "at": event.reported_at, "policy_version": event.policy_version, **event.values}
         return None

@@ -18,8 +18,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+import numpy as np
 import structlog
 
+from relax_events.broker.admin import Admin
 from relax_events.broker.consumer import LogReader
 from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord, Record
@@ -29,10 +31,10 @@ from relax_events.data.judging import Judge, judges_length, judges_of, needs_his
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.row_media import MessagesOf, plain_messages, stored_messages
 from relax_events.data.sources import open_stream
-from relax_events.data.stream import PromptStream
+from relax_events.data.stream import DataPlace, PromptStream
 from relax_events.errors import CorruptRecord, MediaError, PoisonSample, SchemaError
-from relax_events.events.parts import Outcome
-from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupEnded, PromptGroupIssued
+from relax_events.events.parts import Outcome, TopicOffset
+from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupEnded, PromptGroupIssued, PromptsSummed
 from relax_events.media.library import MediaLibrary
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.validation import check_issued
@@ -44,6 +46,11 @@ from workers.opening import open_store, open_worker
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
+QUEUE, ENDS, SUMMARIES = "prompt.groups", "control.group-outcomes", "control.summaries"
+SUMMARY_STEPS = 8
+"""Train steps that are admitted between two summaries."""
+MAX_EARNED = 400_000
+"""Mean rewards that fit into a record; beyond, a prompter that starts again reads all of the log."""
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -53,7 +60,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     renderer = PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media) if judges_length(config.data) else None
     messages_of = stored_messages(MediaLibrary(config, store=store))
     judges = judges_of(config.data, renderer=renderer, messages_of=messages_of)
-    with open_worker("prompter", config, index=index, store=store, follow=("control.group-outcomes",), linger_ms=0) as worker:
+    with open_worker("prompter", config, index=index, store=store, follow=(ENDS,), linger_ms=0) as worker:
         PrompterLoop(worker, stream, judges, messages_of=messages_of).run()
 
 
@@ -63,10 +70,11 @@ class PrompterLoop:
     def __init__(self, worker: Worker, stream: PromptStream, judges: Sequence[Judge] = (), *, messages_of: MessagesOf = plain_messages) -> None:
         self._worker, self._stream, self._config = worker, stream, worker.config
         self._messages_of = messages_of
-        self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._issued: dict[str, IssuedGroup] = {}
+        self._inbox: queue.SimpleQueue[tuple[Event | None, int]] = queue.SimpleQueue()
+        self._in_flight: dict[str, IssuedGroup] = {}
         self._seats: set[Place] = set()
-        self._next_step = self._config.first_version
+        self._next_step = self._summed_step = self._config.first_version
+        self._ends_position = 0
         self._needs_history = needs_history(self._config.data)
         self._trained: Counter[int] = Counter()
         self._chooser = PromptChooser(
@@ -78,29 +86,46 @@ class PrompterLoop:
         )
         # A record batch for each prompt group, so that a share consumer can lease one at a time.
         self._producer = RecordProducer(worker.connection, one_record_per_batch=True)
+        self._admin = Admin(worker.connection)
 
     def run(self) -> None:
         """Issue until the drain starts."""
         worker = self._worker
         self._recover()
-        worker.drain.on_start(lambda: self._inbox.put(None))
-        worker.follow(self._inbox.put)
+        worker.drain.on_start(lambda: self._inbox.put((None, 0)))
+        worker.follow(self._put, begins={ENDS: self._ends_position})
         while not worker.drain.requested:
             with suppress(queue.Empty):
-                self._take(self._inbox.get(timeout=IDLE_SECONDS))
+                self._take(*self._inbox.get(timeout=IDLE_SECONDS))
+                self._sum_up()
             worker.tick(working=False)
         self._producer.close()
+        self._admin.close()
 
     def _beat(self) -> None:
         self._worker.beats.advance()  # a block of rows was judged
         self._worker.tick(working=True)
 
+    def _put(self, event: Event) -> None:
+        """Take an event over from the thread that follows the control log, with the place behind it on the log of ends."""
+        self._inbox.put((event, self._worker.control.position(ENDS)))
+
     def _recover(self) -> None:
-        """Read back what was issued, and of what retention has deleted from the queue that its seats were trained."""
+        """Begin with the newest summary, and read back what was issued since.
+
+        Without one all is read: and of what retention has deleted from the queue, that its seats were trained.
+        """
         reader, plan = LogReader(self._worker.connection), self._worker.plan
-        queue = [(plan.topic("prompt.groups"), partition) for partition in range(plan.queue_partitions)]
+        summary = self._read_summary(reader)
+        begins = {} if summary is None else {(plan.topic(plan.entity(at.topic)), at.partition): at.offset for at in summary.positions}
+        if summary is not None:
+            self._begin_at(summary)
+            self._ends_position = begins.get((plan.topic(ENDS), 0), 0)
+        queue = [(plan.topic(QUEUE), partition) for partition in range(plan.queue_partitions)]
+        places = queue if summary is not None else [*queue, (plan.topic(ENDS), 0)]
+        ends = {place: reader.watermarks(*place) for place in places}
         first_rows: dict[int, int] = {}
-        for record in reader.read_to_end([*queue, (plan.topic("control.group-outcomes"), 0)]):
+        for record in reader.stream({place: (begins.get(place, 0), high) for place, (_, high) in ends.items()}):
             event = self._known(record)
             if isinstance(event, PromptGroupIssued):
                 self._remember_issue(event)
@@ -109,11 +134,54 @@ class PrompterLoop:
             elif isinstance(event, PromptGroupEnded) and event.outcome is Outcome.TRAINED:
                 self._seats.add(Place(event.train_step, event.group_index))
         for partition, row in first_rows.items():
-            if reader.watermarks(*queue[partition])[0]:
+            if ends[queue[partition]][0] > begins.get(queue[partition], 0):
                 self._chooser.begin_at_block_of(row)
         reader.close()
-        if self._issued:
-            log.info("prompts.recovered", num_prompt_groups=len(self._issued), next_row=self._chooser.floor)
+        if self._in_flight or summary is not None:
+            log.info("prompts.recovered", num_prompt_groups=len(self._in_flight), next_row=self._chooser.floor)
+
+    def _read_summary(self, reader: LogReader) -> PromptsSummed | None:
+        for records in reader.backwards((self._worker.plan.topic(SUMMARIES), 0), num_offsets=1):
+            for record in reversed(records):
+                with suppress(CorruptRecord, SchemaError):
+                    event = self._worker.codec.decode(record.value)
+                    if isinstance(event, PromptsSummed):
+                        return event
+        return None
+
+    def _begin_at(self, summary: PromptsSummed) -> None:
+        self._next_step = self._summed_step = summary.next_step
+        self._chooser.begin_at(summary.next_row, summary.later_rows)
+        self._in_flight = {name: replace(IssuedGroup.parse(name), row=row) for name, row in summary.in_flight.items()}
+        self._trained.update({int(step): count for step, count in summary.num_trained.items()})
+        for (dataset, index), reward in zip(np.asarray(summary.earned_places).tolist(), np.asarray(summary.earned_rewards).tolist(), strict=True):
+            self._chooser.history.note(DataPlace(dataset, index), reward)
+
+    def _sum_up(self) -> None:
+        """Write down from time to time how things stand, so that a start costs the same however long the run is.
+
+        Everything issued so far is acknowledged, and the ends that were read are taken account of up to the position that is written.
+        """
+        if self._next_step < self._summed_step + SUMMARY_STEPS:
+            return
+        self._summed_step = self._next_step
+        plan, earned = self._worker.plan, list(self._chooser.history.entries())
+        if len(earned) > MAX_EARNED:
+            log.warning("prompts.not_summed", num_earned=len(earned), limit=MAX_EARNED)
+            return
+        queue = [(plan.topic(QUEUE), partition) for partition in range(plan.queue_partitions)]
+        positions = self._admin.end_offsets(queue) | {(plan.topic(ENDS), 0): self._ends_position}
+        summary = PromptsSummed(
+            positions=[TopicOffset(*place, offset) for place, offset in sorted(positions.items())],
+            next_step=self._next_step,
+            next_row=self._chooser.floor,
+            later_rows=self._chooser.later_rows,
+            in_flight={name: group.row for name, group in self._in_flight.items()},
+            num_trained={str(step): count for step, count in self._trained.items()},
+            earned_places=np.array([(place.dataset, place.index) for place, _ in earned], np.int64).reshape(-1, 2),
+            earned_rewards=np.array([reward for _, reward in earned], np.float64),
+        )
+        self._worker.producer.write([self._worker.outbound(SUMMARIES, summary, key="prompter")])
 
     def _known(self, record: Record) -> Event | None:
         """Return a record's event; None for a stranger's, which the rollout role keeps among its dead letters."""
@@ -128,12 +196,13 @@ class PrompterLoop:
         self._remember(IssuedGroup(Place(event.train_step, event.group_index), event.attempt, event.row), passed_over)
 
     def _remember(self, group: IssuedGroup, passed_over: Iterable[int]) -> None:
-        self._issued[group.prompt_group_id] = group
+        self._in_flight[group.prompt_group_id] = group
         self._seats.add(group.place)
         for row in (group.row, *passed_over):
             self._chooser.mark(row)
 
-    def _take(self, event: Event | None) -> None:
+    def _take(self, event: Event | None, ends_position: int) -> None:
+        self._ends_position = max(self._ends_position, ends_position)
         if isinstance(event, PolicyVersionPublished):
             if not self._needs_history or event.policy_version == self._config.first_version:
                 self._admit(event.policy_version)
@@ -141,15 +210,21 @@ class PrompterLoop:
             self._note_end(event)
 
     def _note_end(self, event: PromptGroupEnded) -> None:
-        ended = self._issued.get(event.prompt_group_id)
+        ended = self._in_flight.pop(event.prompt_group_id, None)
         if ended is not None and event.mean_reward is not None and event.outcome in (Outcome.TRAINED, Outcome.FILTERED):
             self._chooser.note_reward(ended.row, event.mean_reward)
         if event.outcome is Outcome.TRAINED:
-            self._trained[event.trainer_version] += 1
-            if self._needs_history and self._trained[event.trainer_version] == self._config.run.groups_per_step:
-                self._admit(event.trainer_version + 1)
+            self._note_trained(event.trainer_version)
         elif ended is not None:
             self._replace(ended, event.outcome)
+
+    def _note_trained(self, train_step: int) -> None:
+        if not self._needs_history:
+            return
+        self._trained[train_step] += 1
+        if self._trained[train_step] == self._config.run.groups_per_step:
+            del self._trained[train_step]
+            self._admit(train_step + 1)
 
     def _admit(self, published_version: int) -> None:
         """Issue every seat of the admitted steps that is still empty."""
@@ -160,10 +235,11 @@ class PrompterLoop:
         choices = self._chooser.take(len(places), train_step=max(steps.stop - 1, 0))
         self._issue([(IssuedGroup(place, 0, choice.row), choice) for place, choice in zip(places, choices, strict=True)])
         self._next_step = max(self._next_step, steps.stop)
+        self._seats = {place for place in self._seats if place.train_step >= self._next_step}
 
     def _replace(self, ended: IssuedGroup, outcome: Outcome) -> None:
         successor = reissue_of(ended, outcome=outcome, next_row=-1)
-        if successor is None or successor.prompt_group_id in self._issued:
+        if successor is None or successor.prompt_group_id in self._in_flight:
             return
         is_same = outcome is Outcome.EXPIRED and self._is_at_hand(ended.row)
         choice = Choice(ended.row) if is_same else self._chooser.take(1, train_step=ended.place.train_step)[0]
@@ -183,7 +259,8 @@ class PrompterLoop:
             return
         started = time.monotonic()
         issuing = [self._begin_trace(group) for group, _ in groups]
-        self._producer.write(self._record(group, choice) for group, choice in groups)
+        with self._worker.piece("issue prompt groups"):
+            self._producer.write(self._record(group, choice) for group, choice in groups)
         for work in issuing:
             work.end()
         failpoint("prompter.after_issue")
@@ -206,6 +283,7 @@ class PrompterLoop:
         )
 
     def _record(self, group: IssuedGroup, choice: Choice) -> OutRecord:
+        self._worker.beats.advance()  # reading a row's media may take long
         run, row = self._config.run, self._stream[group.row]
         required = max(group.place.train_step - run.max_staleness, 0)
         if group.attempt:

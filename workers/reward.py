@@ -24,6 +24,8 @@ from relax_events.rewards.scoring import as_scored, reward_item, source_of
 from workers.opening import open_worker
 
 log = structlog.get_logger()
+PART_RECORDS = 16
+"""Of a part, for each child process: as many that none is idle for long, and few enough that scores go out and are committed soon."""
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -33,7 +35,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         raise ConfigError("the reward role has nothing to score: all samples go to the judge; start the judge role, or leave judge.model_path out")
     with RewardPool(reward) as pool, open_worker("reward", config, index=index) as worker:
         loop = GroupMapRole if pool.takes_prompt_group else MapRole
-        loop(worker, Scoring(worker, pool)).run()
+        loop(worker, Scoring(worker, pool), max_part_records=PART_RECORDS * reward.num_processes).run()
 
 
 class Scoring:
@@ -52,7 +54,9 @@ class Scoring:
         return not config.judged_sources or source_of(sample, config.reward) not in config.judged_sources
 
     def _scores(self, samples: Sequence[SampleRolledOut]) -> list[SampleScored]:
-        results = self._pool.score_batch([reward_item(sample) for sample in samples])
+        items = [reward_item(sample) for sample in samples]
+        with self._worker.activity("score samples", deadline_seconds=self._pool.answer_seconds):
+            results = self._pool.score_batch(items, on_answer=self._worker.beats.advance)
         return [self._scored(sample, result) for sample, result in zip(samples, results, strict=True)]
 
     def _scored(self, sample: SampleRolledOut, result: Score | RewardError) -> SampleScored:

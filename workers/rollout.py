@@ -11,10 +11,13 @@ import hashlib
 import queue
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
+from itertools import islice
 from typing import Any
 
 import numpy as np
+import structlog
 
 from relax_events.broker.group_leases import GroupLeases
 from relax_events.broker.leases import USUAL_DELIVERY_LIMIT, Lease, LeaseSource, delivery_limit
@@ -26,10 +29,12 @@ from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import Engine, GenerationRequest, SampleRequest, Task
 from relax_events.engines.routing.router import Router
 from relax_events.errors import CorruptRecord, PoisonSample
+from relax_events.events.generations import with_generation_digest
 from relax_events.events.parts import Outcome, VersionSegment
 from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupIssued
 from relax_events.media.library import MediaLibrary
 from relax_events.objects.roots import media_in
+from relax_events.objects.version_objects import folder_of
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.validation import check_issued
 from relax_events.pipeline.worker import Worker
@@ -40,23 +45,32 @@ from relax_events.weights.opening import open_receiving
 from relax_events.weights.transport import WeightsTransport
 from workers.engine_watch import EngineWatch
 from workers.group_in_work import GroupInWork
+from workers.handing_over import Partials
+from workers.last_deliveries import LastDeliveries
 from workers.media_ahead import MediaAhead
 from workers.opening import open_store, open_worker
 from workers.rolled_out import rolled_out
 from workers.version_loading import VersionLoading
 
+log = structlog.get_logger()
 IDLE_SECONDS = 0.5
 STEP_SECONDS = 0.25
+FINISHING_RATIO = 0.75
+"""Share of a drain in which what runs is finished; the rest is for keeping what is not."""
 MAX_DELIVERIES = 8
 DELIVERY_MARGIN = 2  # where the limit is reached the broker drops a record and tells nobody, so we give it up before
 REMEMBERED_GROUPS = 1024  # a settlement that the broker missed brings its prompt group back within this many
+NUM_ENDED_TOLD = 64
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     store = open_store(config)
     with open_worker("rollout", config, index=index, store=store, linger_ms=0) as worker:
-        engine = open_speaker(config, name=config.rollout_engine, metrics=worker.metrics.routing)
+        versions = worker.control
+        engine = open_speaker(
+            config, name=config.rollout_engine, metrics=worker.metrics.routing, newest_version=lambda: versions.policy_version
+        )
         try:
             with closing(open_receiving(worker, store)) as transport:
                 RolloutLoop(worker, engine, transport, library=MediaLibrary(config, store=store)).run()
@@ -77,9 +91,14 @@ def open_engine(config: RunConfig, *, name: str, metrics: RoutingMetrics) -> Eng
     return engine
 
 
-def open_speaker(config: RunConfig, *, name: str, metrics: RoutingMetrics) -> Engine:
+def open_speaker(config: RunConfig, *, name: str, metrics: RoutingMetrics, newest_version: Callable[[], int] | None = None) -> Engine:
     """Load an engine; where the run has an environment, one whose samples talk with it.
 
+    Args:
+        config: The run.
+        name: Of the engine.
+        metrics: What the engine counts goes here.
+        newest_version: Media that the environment shows go with the objects of this version, which no sample at work is newer than.
     Raises:
         ConfigError: As `open_engine`, or the environment can't be loaded.
     """
@@ -89,7 +108,8 @@ def open_speaker(config: RunConfig, *, name: str, metrics: RoutingMetrics) -> En
     from relax_events.environments.pool import EnvironmentPool
 
     with ExitStack() as on_failure:
-        pool = EnvironmentPool(config)
+        folder = (lambda: folder_of(max(newest_version(), 0))) if newest_version else lambda: ""
+        pool = EnvironmentPool(config, libraries=lambda: MediaLibrary(config, folder=folder))
         on_failure.callback(pool.close)
         renderer = PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media)
         engine = open_engine(config, name=name, metrics=metrics)
@@ -115,7 +135,9 @@ class RolloutLoop:
         self._inbox: queue.SimpleQueue[Lease | None] = queue.SimpleQueue()
         self._waiting: list[GroupInWork] = []
         self._running: dict[str, GroupInWork] = {}
+        self._partials = Partials(open_store(self._config))
         self._written: deque[str] = deque(maxlen=REMEMBERED_GROUPS)
+        self._last_deliveries = LastDeliveries(worker)
         self._watch = EngineWatch(worker, engine)
         self._versions = VersionLoading(worker, engine, transport, self._watch)
         self._max_deliveries = MAX_DELIVERIES
@@ -132,14 +154,30 @@ class RolloutLoop:
                 self._turn()
             leases.stop()
             self._release_waiting()
-            while self._running and not worker.drain.overdue:
+            while self._running and worker.drain.elapsed_ratio < FINISHING_RATIO:
                 self._generate()
+                self._tell_what_is_at_work()
                 worker.tick(working=True)
-            for group in self._running.values():
-                group.release()
+            self._leave_unfinished()
         finally:
             self._ahead.close()
+            self._last_deliveries.close()
             leases.close()
+
+    def _leave_unfinished(self) -> None:
+        """Keep what has been generated of the prompt groups that run, and release them: whoever takes one next goes on with its tokens."""
+        if not self._running:
+            return
+        for sample in (*self._engine.abort(), *self._engine.poll(timeout_seconds=0.0)):
+            self._running[sample.prompt_group_id].samples.append(sample)
+        groups, self._running = list(self._running.values()), {}
+        if finished := [group for group in groups if group.is_finished]:
+            self._write(finished, time.monotonic())
+        unfinished = [group for group in groups if not group.is_finished]
+        num_tokens = sum(self._partials.keep(group.issued.prompt_group_id, group.samples) for group in unfinished)
+        for group in unfinished:
+            group.release()
+        log.info("prompt_groups.released", num_prompt_groups=len(unfinished), num_tokens_kept=num_tokens)
 
     def _open_leases(self) -> LeaseSource:
         kind: Any = ShareLeases if self._config.broker.lease == "share_group" else GroupLeases
@@ -151,13 +189,15 @@ class RolloutLoop:
             self._worker.connection,
             group=plan.consumer_group("rollout"),
             topic=plan.topic("prompt.groups"),
-            lanes=self._config.engine.max_prompt_groups,
+            lanes=self._config.num_lanes,
             on_lease=self._put,
         )
         return source
 
     def _turn(self) -> None:
         self._take_leases(wait=False)
+        for lease in self._last_deliveries.unclaimed():
+            self._give_up(lease)
         if self._versions.load_newest():
             self._asleep = False
         self._admit()
@@ -169,8 +209,14 @@ class RolloutLoop:
             if self._config.run.mode == "sync" and not self._waiting and not self._asleep:
                 self._engine.sleep()
                 self._asleep = True
-        self._worker.beats.num_in_flight = len(self._running) + len(self._waiting)
+        self._tell_what_is_at_work()
         self._worker.tick(working=busy or self._is_kept_from_work())
+
+    def _tell_what_is_at_work(self) -> None:
+        beats = self._worker.beats
+        beats.num_in_flight = len(self._running) + len(self._waiting)
+        beats.prompt_groups_at_work = (*self._running, *(group.issued.prompt_group_id for group in self._waiting))
+        beats.prompt_groups_ended = tuple(islice(reversed(self._written), NUM_ENDED_TOLD))
 
     def _is_kept_from_work(self) -> bool:
         """Tell whether a prompt group waits though the version that it needs is out: the engine has not loaded it, for whatever reason."""
@@ -201,8 +247,10 @@ class RolloutLoop:
             lease.done()
         elif (group := self._at_work(event.prompt_group_id)) is not None:
             group.leases.append(lease)
+        elif lease.delivery_count >= self._max_deliveries + DELIVERY_MARGIN:
+            self._give_up(lease)  # were this worker to end while it asks, the broker would drop the record
         elif lease.delivery_count >= self._max_deliveries:
-            self._fail(lease, f"given up at its delivery number {lease.delivery_count}: the workers that took it died or were stopped")
+            self._last_deliveries.hold(event.prompt_group_id, lease)
         else:
             try:
                 self._waiting.append(self._rendered(lease, event))
@@ -213,7 +261,12 @@ class RolloutLoop:
     def _rendered(self, lease: Lease, issued: PromptGroupIssued) -> GroupInWork:
         answers = () if self._config.algorithm.has_rewards else sample_answers(issued, renderer=self._renderer)
         prompt_tokens = self._renderer.prompt_tokens(issued.messages, tools=issued.tools)
-        return GroupInWork([lease], issued, prompt_tokens, answers, media=self._ahead.bring(media_in(issued.messages)))
+        group = GroupInWork([lease], issued, prompt_tokens, answers)
+        if lease.delivery_count > 1 or self._config.broker.lease == "consumer_group":  # which does not count deliveries
+            group.resume(self._partials.find(issued.prompt_group_id, num_samples=issued.samples_per_prompt))
+        shown = [reference for sample in group.partials.values() for reference in media_in(sample.turns)]
+        group.media = self._ahead.bring([*media_in(issued.messages), *shown])
+        return group
 
     def _issued(self, record: Record) -> PromptGroupIssued | None:
         """Decode and check; what is unfit goes to the dead letters."""
@@ -236,6 +289,9 @@ class RolloutLoop:
             self._worker.producer.send(self._worker.tombstone(lease.record.key, Outcome.FAILED, reason))
         self._worker.producer.flush()
         lease.done()
+
+    def _give_up(self, lease: Lease) -> None:
+        self._fail(lease, f"given up at its delivery number {lease.delivery_count}: the workers that took it died or were stopped")
 
     def _admit(self) -> None:
         """Start waiting prompt groups, oldest first, while there is room, the engine's version is new enough and their media are here."""
@@ -260,7 +316,9 @@ class RolloutLoop:
 
     def _submit(self, group: GroupInWork) -> bool:
         issued = group.issued
-        samples = tuple(self._request(group, index) for index in range(issued.samples_per_prompt))
+        finished = {sample.sample_id for sample in group.samples}
+        indices = [index for index in range(issued.samples_per_prompt) if f"{issued.prompt_group_id}/{index}" not in finished]
+        samples = tuple(self._request(group, index) for index in indices)
         if self._asleep:
             self._engine.wake()
             self._asleep = False
@@ -296,10 +354,23 @@ class RolloutLoop:
 
     def _request(self, group: GroupInWork, index: int) -> SampleRequest:
         """Ask for a sample: from its first token on, or for the answer that it brings, which no policy drew: its log-probabilities are 0."""
+        name, seed = f"{group.issued.prompt_group_id}/{index}", sample_seed(group.issued.seed, index)
+        if (partial := group.partials.get(index)) is not None:
+            return SampleRequest(
+                sample_id=name,
+                seed=seed,
+                tokens=partial.tokens,
+                logprobs=partial.logprobs,
+                segments=partial.segments,
+                top_tokens=partial.top_tokens,
+                loss_mask=partial.loss_mask,
+                turns=partial.turns,
+                routed_experts=partial.routed_experts,
+            )
         tokens = group.answers[index].tokens if group.answers else np.empty(0, np.int32)
         return SampleRequest(
-            sample_id=f"{group.issued.prompt_group_id}/{index}",
-            seed=sample_seed(group.issued.seed, index),
+            sample_id=name,
+            seed=seed,
             tokens=tokens,
             logprobs=np.zeros(len(tokens), np.float32),
             segments=(VersionSegment(self._engine.policy_version, len(tokens)),) if group.answers else (),
@@ -335,25 +406,23 @@ class RolloutLoop:
             self._written.append(group.issued.prompt_group_id)
             group.done()
             group.end_work()
+        self._partials.forget(group.issued.prompt_group_id for group in groups if group.is_resumed)
         self._worker.metrics.tokens(sum(sample.num_chosen for group in groups for sample in group.samples))
         self._worker.finished(len(groups), started)
 
     def _records(self, group: GroupInWork) -> list[OutRecord]:
         owner = group.policy_versions[0]
+        samples = [rolled_out(group, sample, owner=owner, worker=self._worker, renderer=self._renderer) for sample in group.samples]
         return [
-            self._worker.sample_record(
-                "rollout.samples",
-                rolled_out(group, sample, owner=owner, worker=self._worker, renderer=self._renderer),
-                prompt_group_id=group.issued.prompt_group_id,
-                policy_version=owner,
-            )
-            for sample in group.samples
+            self._worker.sample_record("rollout.samples", sample, prompt_group_id=sample.prompt_group_id, policy_version=owner)
+            for sample in with_generation_digest(samples)
         ]
 
     def _release_waiting(self) -> None:
         while not self._inbox.empty():
             if (lease := self._inbox.get()) is not None:
                 lease.release()
+        self._last_deliveries.release()
         for group in self._waiting:
             group.release()
         self._waiting = []

@@ -1,6 +1,7 @@
 """The trainer: takes prompt groups as they become ready, updates the policy, publishes each version.
 
-    advantage.samples ──▶ assemble prompt groups ──▶ agree with the other ranks ──▶ micro-batches ──▶ forward, backward
+    advantage.samples, prompt.end-requests
+            └──▶ assemble prompt groups ──▶ agree with the other ranks ──▶ micro-batches ──▶ forward, backward
                                                                                                             │
     control.* ◀── one transaction: step, outcomes, version, offsets ◀── weights to the object store ◀── update ◀┘
 
@@ -22,32 +23,40 @@ import structlog
 from relax_events.broker.consumer import LogReader
 from relax_events.broker.records import Record
 from relax_events.config import RunConfig
-from relax_events.errors import ConfigError, CorruptRecord, PoisonSample
+from relax_events.errors import ConfigError, CorruptRecord, ForeignRecord, PoisonSample, RelaxError, StepNotFinite, WeightsError
 from relax_events.events.parts import CheckpointRef
-from relax_events.events.types import PromptGroupEnded, SampleReady
+from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupEnded, SampleReady
 from relax_events.media.library import MediaLibrary
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.source_run import SourceRun
-from relax_events.pipeline.validation import check_ready, check_trainable
-from relax_events.pipeline.worker import Worker
+from relax_events.pipeline.validation import check_ended, check_ready, check_trainable, outcomes_on, require_belonging
+from relax_events.pipeline.worker import UNUSABLE, Worker
 from relax_events.policy import IssuedGroup, ReadyGroup, select_groups
 from relax_events.telemetry.traces import Work
+from relax_events.topics import TopicPlan
+from relax_events.topics.plan import TRAINED_FROM, TRAINER_INPUTS
 from relax_events.training.assembly import GroupAssembler, PlacedSample
 from relax_events.training.checkpoints import Checkpoints
 from relax_events.training.distributed import open_ranks
+from relax_events.training.follower_position import FollowerPosition
 from relax_events.training.history import TrainingHistory
+from relax_events.training.issue_terms import IssueTerms
+from relax_events.training.master_weights import reconcile
 from relax_events.training.packing import MicroBatcher
 from relax_events.training.pending_checkpoint import PendingCheckpoint
 from relax_events.training.phases import Phases
 from relax_events.training.protocol import TrainerBackend, TrainerState
 from relax_events.training.publishing import StepPublisher, TrainedStep
 from relax_events.training.ranks import Ranks
-from relax_events.training.recorded_batches import RecordedBatches
+from relax_events.training.recorded_batches import RecordedBatch, RecordedBatches
 from relax_events.training.replay import Replay
 from relax_events.training.source_steps import SourceSteps, open_batches
 from relax_events.training.starting import read_start
+from relax_events.training.step_batch import RefusedGroup, StepBatch
 from relax_events.training.step_record import StepShare
+from relax_events.training.token_sequence import plain
+from relax_events.weights.reading import is_stored
 from relax_events.weights.transport import StoreTransport
 from workers.backends import open_backend
 from workers.opening import open_store, open_worker
@@ -55,16 +64,20 @@ from workers.opening import open_store, open_worker
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
 ROUND_SECONDS = 0.1
-FIRST_CHECKPOINT_SECONDS = 600.0
+COLLECTIVE_MARGIN_SECONDS = 60.0
+"""How much later than its own deadline a collective counts as hung."""
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
-    """Run the role until it is asked to stop. Under torchrun this process is one rank of several."""
+    """Run the role until it is asked to stop. This process may be one rank of several: `relax run` numbers them by index, torchrun does not."""
     store = open_store(config)
     with open_ranks(timeout_seconds=config.trainer.collective_timeout_seconds) as ranks:
         telemetry = config.telemetry.model_copy(update={"metrics_port": config.telemetry.port_of(ranks.rank)})
         config = config.model_copy(update={"telemetry": telemetry})
-        with open_worker("trainer", config, index=index + ranks.rank, store=store) as worker:
+        followed = ("control.evaluations",) if config.weights.keep_best else ()
+        with open_worker("trainer", config, index=index or ranks.rank, store=store, follow=followed) as worker:
+            seconds = config.trainer.collective_timeout_seconds + COLLECTIVE_MARGIN_SECONDS
+            ranks.enter_around(lambda: worker.activity("wait for the other ranks", deadline_seconds=seconds, is_progress=False))
             backend = open_backend(config, ranks)
             TrainLoop(worker, backend, ranks, store).run()
 
@@ -74,7 +87,8 @@ class TrainLoop:
 
     def __init__(self, worker: Worker, backend: TrainerBackend, ranks: Ranks, store: ObjectStore) -> None:
         self._worker, self._config, self._backend, self._ranks, self._store = worker, worker.config, backend, ranks, store
-        self._topic = worker.plan.topic("advantage.samples")
+        self._topic = worker.plan.topic(TRAINED_FROM)
+        self._terms = IssueTerms.of(worker.config)
         self._reader = LogReader(worker.connection, consumer_group=worker.plan.consumer_group("trainer"))
         worker.reads(self._reader)
         self._library = MediaLibrary(self._config, store=store)
@@ -82,13 +96,16 @@ class TrainLoop:
         self._shares: list[StepShare] = []
         self._pending: PendingCheckpoint | None = None
         self._checkpoint: CheckpointRef | None = None
+        self._checkpoint_begun = time.monotonic()
         self._is_ahead = False
         self._phases = Phases()
         self._began_ns = 0
         self._in_training: list[Work] = []
-        self._source = SourceRun.read(worker.connection, self._config.source.run) if self._config.source.run else None
+        self._source = SourceRun.read(worker.connection, self._config.source.run, own=self._config) if self._config.source.run else None
         self._batches: RecordedBatches | None = None
+        self._in_hand: RecordedBatch | None = None
         self._recorded: SourceSteps | None = None
+        self._follower: FollowerPosition | None = None
 
     def run(self) -> None:
         """Recover, then train until the goal or the drain."""
@@ -96,13 +113,19 @@ class TrainLoop:
         is_first = self._ranks.rank == 0
         self._publisher = StepPublisher(worker, self._reader, store=self._store, checkpoints=self._checkpoints) if is_first else None
         self._ranks.all_gather_bytes(b"")  # only now is an earlier trainer fenced, and the history the same for all ranks
-        history = self._recover()
-        worker.follow()
+        if is_first and self._config.is_replay:
+            self._follower = FollowerPosition(worker)
+            self._follower.begin()
+        num_recovered = self._recover()
+        self._checkpoint_begun = time.monotonic()
+        worker.follow(*([] if self._publisher is None else [self._publisher.best.note]))
         try:
             while self._backend.policy_version < self._config.last_version and self._train_step():
                 pass
             self._settle()
-            log.info("trainer.finished", policy_version=self._backend.policy_version, num_recovered_steps=len(history.steps))
+            if self._follower is not None and self._backend.policy_version >= self._config.last_version:
+                self._follower.finished()
+            log.info("trainer.finished", policy_version=self._backend.policy_version, num_recovered_steps=num_recovered)
             while not self._agree_to_drain():
                 worker.tick(working=False)
                 worker.drain.wait(IDLE_SECONDS)
@@ -111,34 +134,50 @@ class TrainLoop:
             self._reader.close()
             if self._recorded is not None:
                 self._recorded.close()
+            if self._follower is not None:
+                self._follower.close()
             if self._publisher is not None:
                 self._publisher.close()
 
-    def _recover(self) -> TrainingHistory:
-        """Bring weights, optimizer and positions to where the log says that training stands."""
+    def _recover(self) -> int:
+        """Bring weights, optimizer and positions to where the log says that training stands; return how many steps the run has committed."""
         history = TrainingHistory.read(self._worker)
-        self._checkpoint = history.checkpoint()
-        if self._checkpoint is not None:
-            restored = self._checkpoints.load(self._checkpoint)
+        restored = self._checkpoints.load_newest(history.checkpoints())
+        if restored is not None:
+            self._checkpoint = restored.reference
             self._backend.load_state(restored.state)
             history.take_checkpoint(restored.extra)
             log.info("checkpoint.loaded", policy_version=self._backend.policy_version)
-        elif self._source is not None:
-            self._start_from(self._source)
+        else:
+            history.require_from(self._config.first_version)
+            if self._source is not None:
+                self._start_from(self._source)
         if self._source is not None and self._config.is_replay:
             self._batches = open_batches(self._worker, self._source, self._ranks)
         missing = [step for step in history.steps if step.train_step >= self._backend.policy_version]
         if not Replay(self._worker, self._backend, self._ranks, batches=self._batches).run(missing):
-            self._take_published(history)
+            with self._worker.transfer("read the published weights"):
+                self._take_published(history)
         decided = set(history.ended_group_ids)
-        self._assembler = GroupAssembler(topic=self._topic, max_staleness=self._config.run.max_staleness, decided=decided)
+        max_staleness, forgotten_step = self._config.run.max_staleness, history.forgotten_step
+        self._assembler = GroupAssembler(max_staleness=max_staleness, decided=decided, forgotten_step=forgotten_step)
         self._open_batches(history)
-        tensors = self._backend.weights() if history.is_fresh else {}
-        if self._publisher is not None:
-            if history.is_fresh:
-                self._publisher.publish_initial(tensors, policy_version=self._config.first_version)
-            self._publisher.forget_unwanted(self._backend.policy_version)
-        return history
+        with self._worker.transfer("write the first weights"):
+            is_lost = not history.is_fresh and self._is_newest_lost(history.published[-1])
+            tensors = self._backend.weights() if history.is_fresh or is_lost else {}
+            if self._publisher is not None:
+                self._publisher.take_up(history)
+                if history.is_fresh:
+                    self._publisher.publish_initial(tensors, policy_version=self._config.first_version)
+                elif is_lost:
+                    self._publisher.restore_newest(history.published[-1], tensors)
+                self._publisher.forget_unwanted(self._backend.policy_version)
+        return history.num_steps
+
+    def _is_newest_lost(self, published: PolicyVersionPublished) -> bool:
+        """Tell all ranks whether objects of the newest version are missing in the store. Collective."""
+        is_lost = self._ranks.rank == 0 and not is_stored(self._store, published.artifact)
+        return bool(self._ranks.broadcast(b"lost" * is_lost if self._ranks.rank == 0 else None))
 
     def _start_from(self, source: SourceRun) -> None:
         """Take over the source's weights; a checkpoint of our own makes us independent of how long it keeps them."""
@@ -148,7 +187,9 @@ class TrainLoop:
             return
         tensors = {**self._backend.state().tensors, **start.state.tensors}
         self._backend.load_state(TrainerState(policy_version=version, tensors=tensors))
-        self._checkpoint = self._checkpoints.save(self._backend.state(), extra={"consumed": [], "id_window": []}).wait(FIRST_CHECKPOINT_SECONDS)
+        with self._worker.transfer("write the first checkpoint"):
+            pending = self._checkpoints.save(self._backend.state(), extra={"consumed": [], "id_window": []})
+            self._checkpoint = pending.wait(self._config.health.transfer_seconds)
         log.info("source.loaded", source_run=source.config.run.id, policy_version=version, kind=start.kind)
 
     def _open_batches(self, history: TrainingHistory) -> None:
@@ -159,35 +200,50 @@ class TrainLoop:
             return
         positions = history.positions()
         mine = [partition for partition in range(self._worker.plan.num_sample_partitions) if self._owns(partition)]
-        self._reader.assign({(self._topic, partition): positions.get(partition, 0) for partition in mine})
+        wanted = [(entity, partition) for entity in TRAINER_INPUTS for partition in mine]
+        self._reader.assign({(self._worker.plan.topic(entity), partition): positions.get((entity, partition), 0) for entity, partition in wanted})
 
     def _owns(self, partition: int) -> bool:
         return partition % self._worker.plan.shards % self._ranks.size == self._ranks.rank
 
     def _take_published(self, history: TrainingHistory) -> None:
-        """Where kernels are not deterministic, replay ends beside the published weights: those are the truth."""
-        published = StoreTransport(self._store).fetch(history.published[-1])
-        state = self._backend.state()
-        tensors = {**state.tensors, **{f"model.{name}": tensor for name, tensor in published.tensors.items()}}
-        self._backend.load_state(TrainerState(policy_version=state.policy_version, tensors=tensors))
-        log.warning("replay.diverged", policy_version=state.policy_version, taken="published weights")
+        """Where kernels are not deterministic, replay ends near the published weights: those are the truth, as exactly as they are written."""
+        try:
+            published = StoreTransport(self._store).fetch(history.published[-1])
+        except WeightsError as error:
+            run_id, older = self._config.run.id, max(history.published[-1].policy_version - 1, 0)
+            way_out = f"restore its objects, or go on as another run: relax runs fork {run_id} NEW --at-version {older}"
+            raise WeightsError(f"{error}; replay ended beside this version, so the trainer can't do without it: {way_out}") from error
+        state, found = reconcile(self._backend.state(), published.tensors)
+        self._backend.load_state(state)
+        log.warning(
+            "replay.diverged",
+            policy_version=state.policy_version,
+            num_weights=found.num_weights,
+            num_moved=found.num_moved,
+            largest_move=found.largest_move,
+        )
 
     def _train_step(self) -> bool:
         """Train one step; return False when the drain cut it short (its records stay undecided and will be read again)."""
         version = self._backend.policy_version
-        share = StepShare(self._ranks.rank)
+        batch = self._open_batch(version)
         self._phases = self._phases.successor()
         self._began_ns, self._in_training = time.time_ns(), []
-        is_whole = self._train_live(version, share) if self._recorded is None else self._train_recorded(self._recorded, share)
+        is_whole = self._train_live(version, batch) if self._recorded is None else self._train_recorded(self._recorded, batch)
         if is_whole:
             failpoint("trainer.after_accumulate")
-            self._finish_step(share)
+            self._finish_step(batch.share)
         return is_whole
 
-    def _train_live(self, version: int, share: StepShare) -> bool:
+    def _open_batch(self, version: int) -> StepBatch:
+        max_tokens, whole = self._config.trainer.max_tokens_per_micro_batch, self._config.algorithm.needs_whole_groups
+        batcher = MicroBatcher(max_tokens=max_tokens, whole_prompt_groups=whole)
+        share = StepShare(self._ranks.rank)
+        return StepBatch(share, batcher, trainer_version=version, accumulate=self._accumulate, discard=self._backend.discard)
+
+    def _train_live(self, version: int, batch: StepBatch) -> bool:
         """Take prompt groups as they become ready, until the ranks hold a step's; False when the drain came first."""
-        batcher = self._micro_batcher()
-        placed: dict[str, PlacedSample] = {}
         remaining = self._config.run.groups_per_step
         self._assembler.advance(version)
         taken = remaining
@@ -201,12 +257,32 @@ class TrainLoop:
             taken, mine = self._choose(version, remaining)
             remaining -= taken
             for group in mine:
-                self._feed(group, batcher, placed, share)
+                self._feed(group, batch)
+            if not remaining:
+                remaining = self._finish_batch(batch)
             self._worker.tick(working=taken > 0)
-        self._accumulate(batcher.flush(), placed, share)
         return True
 
-    def _train_recorded(self, recorded: SourceSteps, share: StepShare) -> bool:
+    def _finish_batch(self, batch: StepBatch) -> int:
+        """Train what is pending, end what could not be trained as failed, and return how many prompt groups the ranks still miss for it."""
+        batch.flush()
+        version, refused = self._backend.policy_version, batch.take_refused()
+        for group in refused:
+            self._refuse(group.places, group.error)
+            reason = f"poison: {group.error}"
+            self._assembler.fail(group.prompt_group_id, reason, policy_version=group.policy_version, trainer_version=version)
+        return sum(int.from_bytes(count, "big") for count in self._ranks.all_gather_bytes(len(refused).to_bytes(4, "big")))
+
+    def _refuse(self, places: list[tuple[int, int]], error: RelaxError) -> None:
+        """Send records that were read before to the dead letters."""
+        reader = LogReader(self._worker.connection)
+        try:
+            for record in reader.read_exactly(self._topic, set(places)).values():
+                self._worker.dead_letter(record, error)
+        finally:
+            reader.close()
+
+    def _train_recorded(self, recorded: SourceSteps, batch: StepBatch) -> bool:
         """Train what the source trained in this step, in its order; False when the drain came before the source's step."""
         while not self._agree_to_drain():
             if self._agree_on_next(recorded):
@@ -214,24 +290,19 @@ class TrainLoop:
             self._worker.tick(working=False)
         else:
             return False
-        with self._phases.measure("decode"):
-            batch = recorded.take()
-        batcher = self._micro_batcher()
-        placed = {item.sample.sample_id: item for item in batch.samples}
-        mine = {item.sample.prompt_group_id for item in batch.samples}
-        share.prompt_group_ids = [group_id for group_id in batch.step.prompt_group_ids if group_id in mine]
+        with self._phases.measure("decode"), self._worker.piece("read a recorded batch"):
+            step = self._in_hand = recorded.take()
         try:
-            for micro_batch in batcher.feed(self._trainable(item.sample) for item in batch.samples):
-                self._accumulate(micro_batch, placed, share)
+            for item in step.samples:
+                self._trainable(item.sample)
+            batch.feed(step.samples)
+            batch.flush()
+            for refused in batch.take_refused():
+                raise refused.error
         except PoisonSample as error:
             raise ConfigError(f"the rollouts of run {self._config.source.run} can't be trained with these settings: {error}") from error
-        self._accumulate(batcher.flush(), placed, share)
         self._worker.tick(working=True)
         return True
-
-    def _micro_batcher(self) -> MicroBatcher:
-        max_tokens, whole = self._config.trainer.max_tokens_per_micro_batch, self._config.algorithm.needs_whole_groups
-        return MicroBatcher(max_tokens=max_tokens, whole_prompt_groups=whole)
 
     def _agree_on_next(self, recorded: SourceSteps) -> bool:
         """Return whether every rank sees the source's next step; all ranks get the same answer."""
@@ -247,33 +318,52 @@ class TrainLoop:
         with self._phases.measure("decode"):
             for record in records:
                 self._take(record, version)
+                self._worker.progressed()
 
     def _take(self, record: Record, version: int) -> None:
         event = self._worker.decode(record)
         reason = "record could not be decoded"
-        if isinstance(event, PromptGroupEnded):
-            self._assembler.add(record, event, trainer_version=version)
-            return
         if event is not None:
             try:
-                self._assembler.add(record, self._trainable(check_ready(event)), trainer_version=version)
+                self._assembler.add(record, self._admitted(record, event, version), trainer_version=version)
+            except ForeignRecord as error:  # whose it is, nobody knows: a prompt group that it names may have honest samples
+                self._worker.dead_letter(record, error)
+                self._assembler.skip(record)
+                return
             except PoisonSample as error:
                 self._worker.dead_letter(record, error)
                 reason = f"poison: {error}"
             else:
                 return
         try:
-            IssuedGroup.parse(record.key)
-        except CorruptRecord:
+            self._terms.require_own_shard(record, IssuedGroup.parse(record.key).prompt_group_id)
+        except (CorruptRecord, ForeignRecord):
             self._assembler.skip(record)
         else:
             self._assembler.reject(record, reason, trainer_version=version)
 
+    def _admitted(self, record: Record, event: Event, version: int) -> SampleReady | PromptGroupEnded:
+        """Return a sample that can be trained, or an end that a role may ask for; raises ForeignRecord, and PoisonSample as `_trainable`."""
+        entity = TopicPlan.entity(record.topic)
+        require_belonging(entity, event)
+        if isinstance(event, PromptGroupEnded):
+            ended = check_ended(event, allowed=outcomes_on(entity))
+            self._terms.require_own_shard(record, ended.prompt_group_id)
+            return ended
+        if isinstance(event, SampleReady):
+            self._terms.require_met(record, event, trainer_version=version)
+        return self._trainable(check_ready(event))
+
     def _trainable(self, sample: SampleReady) -> SampleReady:
         """Return a sample that can be trained, its media at hand; raises PoisonSample as `check_trainable`, or where its media can't be had."""
         self._library.require(sample.media)
+        try:
+            self._library.require_fit(plain(sample, "tokens"), ~plain(sample, "loss_mask").astype(bool), sample.media)
+        except PoisonSample as error:
+            raise PoisonSample(f"sample {sample.sample_id}: {error}") from error
         backend = self._backend
-        return check_trainable(sample, algorithm=self._config.algorithm, vocab_size=backend.vocab_size, experts=backend.experts)
+        algorithm, bound = self._config.algorithm, self._config.trainer.max_abs_advantage
+        return check_trainable(sample, algorithm=algorithm, max_abs_advantage=bound, vocab_size=backend.vocab_size, experts=backend.experts)
 
     def _agree_to_drain(self) -> bool:
         """Return whether any rank was asked to end, and note whether the step before is still uncommitted; all ranks get the same answer."""
@@ -288,9 +378,9 @@ class TrainLoop:
         publisher = self._publisher
         if publisher is None or not publisher.is_behind or not (wait or publisher.is_written):
             return
-        with self._phases.measure("weights"):
+        with self._phases.measure("weights"), self._worker.transfer("write weights"):
             publisher.await_written()
-        with self._phases.measure("commit"):
+        with self._phases.measure("commit"), self._worker.piece("commit the step"):
             publisher.settle()
 
     def _commit_ends(self) -> None:
@@ -306,10 +396,16 @@ class TrainLoop:
                 self._publisher.commit_outcomes(ended, train_step=self._backend.policy_version)
                 failpoint("trainer.after_ends")
             self._ranks.all_gather_bytes(b"")  # nobody goes on before it is committed
-        self._assembler.decide([end.prompt_group_id for end in share.ended])
-        for end in share.ended:
+        self._decide_ended(share)
+
+    def _decide_ended(self, share: StepShare) -> None:
+        """Note that the prompt groups of the share that ended untrained do so in a transaction that is committed, or in the step's."""
+        ended = share.ended
+        self._assembler.decide([end.prompt_group_id for end in ended])
+        for end in ended:
             self._worker.traces.ended(end.prompt_group_id, outcome=end.outcome.value, reason=end.reason)
-        log.info("prompt_groups.ended", num_prompt_groups=len(ended), outcome=ended[0].outcome, reason=ended[0].reason)
+        if ended:
+            log.info("prompt_groups.ended", num_prompt_groups=len(ended), outcome=ended[0].outcome, reason=ended[0].reason)
 
     def _choose(self, version: int, remaining: int) -> tuple[int, list[ReadyGroup]]:
         """Agree on the prompt groups of this round; return how many all ranks take, and those of this rank."""
@@ -322,13 +418,22 @@ class TrainLoop:
         mine = set(ready)
         return len(chosen), [group for group in chosen if group in mine]
 
-    def _feed(self, group: ReadyGroup, batcher: MicroBatcher, placed: dict[str, PlacedSample], share: StepShare) -> None:
-        share.prompt_group_ids.append(group.prompt_group_id)
-        self._begin_trace(group, share)
-        taken = self._assembler.take(group)
-        placed |= {item.sample.sample_id: item for item in taken}
-        for micro_batch in batcher.feed(item.sample for item in taken):
-            self._accumulate(micro_batch, placed, share)
+    def _feed(self, group: ReadyGroup, batch: StepBatch) -> None:
+        self._begin_trace(group, batch.share)
+        records = self._assembler.take(group)
+        try:
+            with self._phases.measure("decode"), self._worker.piece("read a prompt group"):
+                samples = [self._placed(record) for record in records]
+        except UNUSABLE as error:  # it could be had when its record came
+            places = [(record.partition, record.offset) for record in records]
+            batch.refuse(RefusedGroup(group.prompt_group_id, group.policy_version, places, error))
+        else:
+            batch.feed(samples)
+
+    def _placed(self, record: Record) -> PlacedSample:
+        """Decode a record again that was found trainable when it came, so that only the samples in training lie in memory with their arrays."""
+        sample = check_ready(self._worker.fetched(self._worker.codec.decode(record.value)))
+        return PlacedSample(sample, record.partition, record.offset)
 
     def _begin_trace(self, group: ReadyGroup, share: StepShare) -> None:
         traces, step = self._worker.traces, self._backend.policy_version
@@ -337,38 +442,55 @@ class TrainLoop:
         self._in_training.append(traces.begin("train", group.prompt_group_id, topic="advantage.samples", train_step=step, staleness=staleness))
         share.trace_headers.append(dict(traces.headers_of(group.prompt_group_id)))
 
-    def _accumulate(self, micro_batch: Sequence[SampleReady] | None, placed: dict[str, PlacedSample], share: StepShare) -> None:
-        if not micro_batch:
-            return
+    def _accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         started = time.monotonic()
-        with self._phases.measure("forward_backward"):
+        num_tokens, max_tokens = sum(len(sample.tokens) for sample in micro_batch), self._config.trainer.max_tokens_per_micro_batch
+        if num_tokens > max_tokens:  # nothing smaller can be cut: out of memory, this line names what it was
+            longest = max(micro_batch, key=lambda sample: len(sample.tokens))
+            log.warning("micro_batch.above_budget", sample_id=longest.sample_id, num_tokens=num_tokens, max_tokens=max_tokens)
+        with self._phases.measure("forward_backward"), self._worker.piece("train a micro-batch"):
             self._backend.accumulate(micro_batch)
-        share.note([placed[sample.sample_id] for sample in micro_batch], trainer_version=self._backend.policy_version)
-        self._worker.metrics.tokens(sum(len(sample.tokens) for sample in micro_batch))
+        self._worker.metrics.tokens(num_tokens)
         self._worker.finished(len(micro_batch), started)
+        self._worker.progressed()
         self._settle(wait=False)
 
     def _finish_step(self, share: StepShare) -> None:
         """Update, write weights, commit; only then are the step's records decided."""
         step = self._backend.policy_version
-        with self._phases.measure("update"):
-            figures = self._backend.step().as_figures(of_engine=self._config.algorithm.has_rewards)
+        figures = self._update(step)
         self._poll_checkpoint()
         self._settle()
-        with self._phases.measure("weights"):
+        if self._follower is not None:
+            self._follower.committed()
+        with self._phases.measure("weights"), self._worker.transfer("write weights"):
             tensors = self._backend.weights()
             if self._publisher is not None:
                 self._publisher.write(tensors, policy_version=step + 1)
         self._assembler.decide(share.prompt_group_ids)
+        share.ended = self._assembler.pending_ends()
+        self._decide_ended(share)
         for work in self._in_training:
             work.end()
         share.consumed = self._assembler.consumed()
         self._shares = self._gather(share)
         if self._publisher is not None:
             self._publisher.trained(TrainedStep(step, self._shares, figures, self._phases.written(), self._checkpoint, self._began_ns))
+        if self._follower is not None and self._in_hand is not None:
+            self._follower.trained(self._in_hand.step, self._checkpoint)
         if not self._config.weights.overlap:
             self._settle()
         self._save_checkpoint()
+
+    def _update(self, step: int) -> dict[str, float] | None:
+        """Update the weights and return the step's figures; None where it has none, since the update is skipped. All ranks do the same."""
+        with self._phases.measure("update"), self._worker.piece("step the optimizer"):
+            try:
+                return self._backend.step().as_figures(of_engine=self._config.algorithm.has_rewards)
+            except StepNotFinite as error:
+                log.error("update.skipped", train_step=step, error=str(error))
+                self._backend.skip_step()
+                return None
 
     def _gather(self, share: StepShare) -> list[StepShare]:
         if self._ranks.size == 1:
@@ -380,14 +502,24 @@ class TrainLoop:
             self._pending, self._checkpoint = None, reference
             log.info("checkpoint.written", policy_version=reference.policy_version)
 
+    def _checkpoint_is_due(self, version: int) -> bool:
+        """Return whether a checkpoint is due by steps, or by rank 0's clock; all ranks get the same answer."""
+        seconds = time.monotonic() - self._checkpoint_begun
+        is_due = self._config.trainer.checkpoint_is_due(version, seconds=seconds)
+        if self._ranks.size == 1:
+            return is_due
+        return self._ranks.broadcast(bytes([is_due]) if self._ranks.rank == 0 else None) == bytes([True])
+
     def _save_checkpoint(self) -> None:
         """Start a checkpoint when one is due. It becomes real when a later step's record names it."""
         version = self._backend.policy_version
-        if version % self._config.trainer.checkpoint_every or self._pending is not None:
+        if self._pending is not None or not self._checkpoint_is_due(version):
             return
+        self._checkpoint_begun = time.monotonic()
         extra = {
-            "consumed": [[offset.partition, offset.offset] for share in self._shares for offset in share.consumed],
+            "consumed": [[TopicPlan.entity(at.topic), at.partition, at.offset] for share in self._shares for at in share.consumed],
             "id_window": self._assembler.id_window(),
+            "forgotten_step": self._assembler.forgotten_step,
         }
-        with self._phases.measure("checkpoint"):
+        with self._phases.measure("checkpoint"), self._worker.transfer("copy the checkpoint"):
             self._pending = self._checkpoints.save(self._backend.state(), extra=extra)

@@ -38,7 +38,7 @@ class VersionLoading:
         if self._mode == "finish" and self._engine.num_running:
             return False
         try:
-            with self._watch.doing("loading"):
+            with self._watch.doing("loading"), self._worker.transfer("load weights"):
                 weights = self._transport.fetch(newest)
                 failpoint("rollout.before_load")
                 self._engine.load_weights(weights, on_running="swap" if self._mode == "swap" else "restart")

@@ -119,7 +119,7 @@ class KafkaServer:
     environment: Mapping[str, str] = {}
 
     def __init__(self, directory: Path) -> None:
-        self._broker = EmbeddedBroker(directory)
+        self._broker = EmbeddedBroker(directory, has_password=False)
         self.address = ""
 
     def start(self) -> None:

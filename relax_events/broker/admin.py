@@ -165,6 +165,17 @@ class Admin:
         (future,) = self._client.describe_configs([resource], request_timeout=self._timeout_seconds).values()
         return {key: entry.value for key, entry in self._result(future, f"describing group {name}").items() if entry.value is not None}
 
+    def broker_settings(self) -> dict[str, str]:
+        """Return the settings of one broker of the cluster; those that concern the cluster are alike on all."""
+        try:
+            brokers = self._client.list_topics(timeout=self._timeout_seconds).brokers
+        except KafkaException as exception:
+            raise translate(error_of(exception), "listing brokers") from exception
+        resource = ConfigResource(ResourceType.BROKER, str(min(brokers)))
+        (future,) = self._client.describe_configs([resource], request_timeout=self._timeout_seconds).values()
+        found = self._result(future, f"describing broker {min(brokers)}")
+        return {key: entry.value for key, entry in found.items() if entry.value is not None}
+
     def _alter(self, kind: Any, name: str, settings: Mapping[str, str]) -> None:
         entries = [ConfigEntry(key, value, incremental_operation=AlterConfigOpType.SET) for key, value in settings.items()]
         for future in self._client.incremental_alter_configs([ConfigResource(kind, name, incremental_configs=entries)]).values():

@@ -23,6 +23,7 @@ from relax_events.events.parts import TopicOffset
 log = structlog.get_logger()
 STREAMED_AT_ONCE = 500
 ARRIVAL_SECONDS = 0.05
+FIRST_SPAN = 128
 
 OnRevoked = Callable[[list[TopicOffset], Deadline], None]
 
@@ -100,14 +101,16 @@ class GroupConsumer(Fetching):
             log.warning("offset_commit.refused", error=error_of(exception).name())
 
     def pause(self) -> None:
-        """Keep the membership, take no records."""
-        self._is_paused = True
-        self._consumer.pause(self._consumer.assignment())
+        """Take no records from now on. `fetch` must still be called: it keeps the membership, and gives partitions back that others should have."""
+        if not self._is_paused:
+            self._is_paused = True
+            self._consumer.pause(self._consumer.assignment())
 
     def resume(self) -> None:
         """Take records again."""
-        self._is_paused = False
-        self._consumer.resume(self._consumer.assignment())
+        if self._is_paused:
+            self._is_paused = False
+            self._consumer.resume(self._consumer.assignment())
 
     def _unread(self) -> dict[Place, int]:
         """Ask the broker where records lie behind our positions; nothing is known while it is away."""
@@ -150,7 +153,7 @@ class GroupConsumer(Fetching):
             partition.offset = partition.offset if partition.offset >= 0 else OFFSET_BEGINNING
             self.positions[partition.topic, partition.partition] = max(partition.offset, 0)
         consumer.incremental_assign(committed)
-        consumer.resume(committed)  # one that was taken away while paused comes back paused
+        (consumer.pause if self._is_paused else consumer.resume)(committed)  # one that was taken away while paused comes back paused
         self._on_assigned([TopicOffset(p.topic, p.partition, max(p.offset, 0)) for p in committed])
 
     def _committed(self, consumer: Any, partitions: list[TopicPartition]) -> list[TopicPartition]:
@@ -291,6 +294,23 @@ class LogReader(Fetching):
         """
         for found in self._messages(spans, with_damaged=with_damaged):
             yield record_of(found)
+
+    def backwards(self, place: Place, *, num_offsets: int = FIRST_SPAN) -> Iterator[list[Record]]:
+        """Give a partition's records from its end on, in spans that double: the newest span first, within a span in log order.
+
+        Whoever looks for something near the end stops there; what it costs does not grow with the partition.
+
+        Args:
+            place: The partition.
+            num_offsets: Of the first span.
+        Raises:
+            BrokerError, BrokerUnavailable: As `stream`.
+        """
+        low, stop = self.watermarks(*place)
+        while stop > low:
+            start = max(low, stop - num_offsets)
+            yield list(self.stream({place: (start, stop)}))
+            stop, num_offsets = start, 2 * num_offsets
 
     def stream_bytes(self, spans: Mapping[Place, tuple[int, int]]) -> Iterator[LoggedRecord]:
         """Give the same as `stream`, byte for byte as it lies on the log."""

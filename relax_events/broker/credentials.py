@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from relax_events.broker.security.folder import SecurityFolder, read_named, read_secret
-from relax_events.broker.security.settings import client_security
+from relax_events.broker.security.settings import client_security, local_security
 from relax_events.config import BrokerConfig, RunConfig
 from relax_events.errors import ConfigError
 from relax_events.telemetry.redaction import hide
@@ -16,8 +16,6 @@ PEM_CERTIFICATE = b"-----BEGIN CERTIFICATE-----"
 OWN_VARIABLES = ("RELAX_BROKER__USERNAME", "RELAX_BROKER__PASSWORD_FILE", "RELAX_BROKER__CA_FILE")
 SHARED_VARIABLES = ("RELAX_BROKER__CREDENTIALS", "RELAX_BROKER__PRINCIPAL")
 """A worker is told its own principal, not where to find everybody's."""
-CREDENTIAL_VARIABLES = frozenset({PASSWORD_VARIABLE, *OWN_VARIABLES, *SHARED_VARIABLES})
-"""What code that has no business with the broker is not told."""
 
 
 def as_principal(config: RunConfig, principal: str) -> RunConfig:
@@ -68,6 +66,9 @@ def client_settings(config: BrokerConfig) -> dict[str, str]:
     settings = {} if config.ca_file is None else {"ssl.ca.location": _authority(config.ca_file)}
     if config.username:
         settings |= client_security(config.username, _password(config), config.ca_file)
+    elif config.embedded_password_file is not None:
+        settings |= local_security(config.embedded_password_file)
+        hide(settings["sasl.password"])
     for key, file in config.secret_files.items():
         settings[key] = read_secret(file, key=f"broker.secret_files {key}")
         hide(settings[key])

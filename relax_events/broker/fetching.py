@@ -26,6 +26,9 @@ READER_SETTINGS: dict[str, Any] = {
     "fetch_wait_max_ms": 100,
     "fetch_message_max_bytes": 16 * 1024 * 1024,
     "queued_max_messages_kbytes": 65_536,
+    # A member that works on one part for long must stay one. Whether it hangs is told by its worker's heartbeats, whose calls have deadlines; the
+    # partitions of a process that is ended are free within the session. This limit, 300 s by default, would only ever meet members that work.
+    "max_poll_interval_ms": 86_400_000,
     "fetch_queue_backoff_ms": 20,  # 1000 by default: that long nothing came after 64 MiB or 100,000 records lay fetched ahead, after a seek too
 }
 LEADER_CHANGE_SECONDS = 0.05
@@ -174,6 +177,14 @@ class Fetching:
                 time.sleep(LEADER_CHANGE_SECONDS)
             else:
                 return low, high
+
+    def cluster_id(self, topic: str) -> str:
+        """Return the id of the cluster, asked with the metadata of one topic; empty where the broker tells none, or does not answer."""
+        try:
+            return str(getattr(self._consumer.list_topics(topic, timeout=self._ask_seconds), "cluster_id", "") or "")
+        except KafkaException as exception:
+            log.debug("cluster.unknown", error=error_of(exception).name())
+            return ""
 
     def _is_shown(self, topic: str, partition: int = 0) -> bool:
         """Ask for a topic by name and return whether the broker has that partition; a broker that is away shows nothing.

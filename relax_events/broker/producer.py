@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -20,7 +21,8 @@ FLUSH_SECONDS = 1.0  # after each it is asked whether the broker lets us in
 class RecordProducer:
     """An idempotent producer. `write` returns when the records are acknowledged; `send` and `flush` split the two.
 
-    A broker that is away for less than two minutes delays a write; it neither loses nor doubles it.
+    A broker that is away for less than two minutes delays a write; it neither loses nor doubles it. `send` may be called by several threads, all
+    else by one.
     """
 
     def __init__(self, connection: Connection, *, linger_ms: float = 0.0, one_record_per_batch: bool = False) -> None:
@@ -37,15 +39,22 @@ class RecordProducer:
         self._producer = Producer(settings)
         self._connection = connection
         self._failure: KafkaError | None = None
+        self._counting = threading.Lock()
         self._num_unanswered = 0
         self._waiting_since = self._looked_at = 0.0
 
     def send(self, record: OutRecord) -> None:
         """Hand a record to the client; it is safe only after `flush`."""
-        if not self._num_unanswered:
-            self._waiting_since = time.monotonic()
-        enqueue(self._producer, record, self._delivered)
-        self._num_unanswered += 1
+        with self._counting:
+            if not self._num_unanswered:
+                self._waiting_since = time.monotonic()
+            self._num_unanswered += 1
+        try:
+            enqueue(self._producer, record, self._delivered)
+        except BaseException:
+            with self._counting:
+                self._num_unanswered -= 1
+            raise
         self._looked_at = time.monotonic()
 
     @property
@@ -95,8 +104,9 @@ class RecordProducer:
             raise refused
 
     def _delivered(self, error: KafkaError | None, message: Message) -> None:
-        self._num_unanswered -= 1
-        self._waiting_since = time.monotonic()
+        with self._counting:
+            self._num_unanswered -= 1
+            self._waiting_since = time.monotonic()
         if error is None:
             self._connection.refusals.forget()
         else:

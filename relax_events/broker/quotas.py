@@ -1,9 +1,9 @@
-"""Bytes per second that a user or a client may write and read, kept by the brokers: they hold back the answers of whoever is too fast."""
+"""What a user or a client may ask of the brokers, which hold back the answers of whoever asks for more: bytes, processor time, new partitions."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from relax_events.broker.connection import Connection
@@ -12,6 +12,10 @@ from relax_events.errors import BrokerRefused
 
 DESCRIBE_CLIENT_QUOTAS, ALTER_CLIENT_QUOTAS = 48, 49
 RATES = ("producer_byte_rate", "consumer_byte_rate")
+REQUEST_PERCENTAGE, MUTATION_RATE = "request_percentage", "controller_mutation_rate"
+USUAL_LOAD = {REQUEST_PERCENTAGE: 200.0, MUTATION_RATE: 100.0}
+"""Of each principal and each broker: the time of two of its threads, and partitions made, added or deleted per second."""
+ALL = (*RATES, *USUAL_LOAD)
 EXACT = 0
 
 
@@ -28,7 +32,7 @@ class QuotaEntity:
 
 
 def read_quotas(connection: Connection, entities: Sequence[QuotaEntity]) -> dict[QuotaEntity, dict[str, float]]:
-    """Return the quotas of these entities, by the broker's names, in bytes per second; nothing for those that have none.
+    """Return the quotas of these entities by the broker's names; nothing for those that have none.
 
     Raises:
         BrokerRefused: We may not ask.
@@ -50,14 +54,14 @@ def _read(wire: Wire, entity: QuotaEntity) -> dict[str, float]:
     return rates
 
 
-def write_quotas(connection: Connection, entities: Sequence[QuotaEntity], *, bytes_per_second: float | None) -> None:
-    """Set what each of these entities may write and read; None lifts the quota.
+def write_quotas(connection: Connection, entities: Sequence[QuotaEntity], quotas: Mapping[str, float | None]) -> None:
+    """Set quotas of each of these entities, by the broker's names; None lifts one.
 
     Raises:
         BrokerRefused: We may not, or the broker does not take the value.
         BrokerUnavailable: No broker answers.
     """
-    changes = array([text(rate) + struct.pack(">d?", bytes_per_second or 0.0, bytes_per_second is None) for rate in RATES])
+    changes = array([text(name) + struct.pack(">d?", value or 0.0, value is None) for name, value in quotas.items()])
     with Wire(connection) as wire:
         answer = wire.ask(ALTER_CLIENT_QUOTAS, 0, array([entity.encoded() + changes for entity in entities]) + b"\x00")
         answer.take("i")

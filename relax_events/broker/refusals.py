@@ -18,6 +18,12 @@ USER_REMEDY = (
     "the broker does not know this user, or knows another password; see broker.username and broker.password_file, "
     "or bring the principals onto the broker: relax broker secure CONFIG --apply"
 )
+LOGIN_REMEDY = (
+    "an embedded broker's password lies in its folder, name it in broker.embedded_password_file; "
+    "for a cluster set broker.credentials, or broker.username with broker.password_file"
+)
+METADATA_REQUEST = bytes.fromhex("0000000e 0003 0001 00000001 ffff 00000000")
+"""Of version 1, for no topic: size, request, version, correlation id, no client id, an empty list."""
 CERTIFICATE_REMEDY = (
     "set broker.ca_file to the authority that signed the brokers' certificates, use a host name that they hold, "
     "and renew what expired: relax broker secure CONFIG --renew-certificates"
@@ -59,6 +65,7 @@ class Refusals:
 
         Raises:
             AccessDenied: It was denied what it needs.
+            BrokerRefused: The broker has no room for it.
             ClientFailed: Its client does nothing any more.
         """
         if self._denied is not None:
@@ -97,7 +104,25 @@ def refusal_error(what: str, error: KafkaError | None, settings: Mapping[str, An
             return AccessDenied(f"{what}: {reason}")
     if error is not None and "certificate" in error.str():
         return AccessDenied(f"{what}: {error.name()} {error.str()}; {CERTIFICATE_REMEDY}")
+    if not speaks_tls and "SASL" not in str(settings.get("security.protocol", "")).upper():  # a broker with TLS hangs up as well, and was found above
+        for address in str(settings["bootstrap.servers"]).split(","):
+            if _asks_for_login(address.strip()):
+                return AccessDenied(
+                    f"{what}: the broker at {address.strip()} lets in only clients that log in, and this one does not; {LOGIN_REMEDY}"
+                )
     return None  # a handshake that was cut off, as by a broker that restarts
+
+
+def _asks_for_login(address: str) -> bool:
+    """Tell whether a broker that speaks without TLS hangs up on whoever asks it something without logging in first."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=PROBE_SECONDS) as probe:
+            probe.settimeout(PROBE_SECONDS)
+            probe.sendall(METADATA_REQUEST)
+            return probe.recv(1) == b""
+    except (OSError, ValueError):
+        return False
 
 
 def _handshake_problem(address: str, *, speaks_tls: bool, ca_file: str | None) -> str:

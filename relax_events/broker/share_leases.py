@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,14 +15,15 @@ import structlog
 from confluent_kafka import AcknowledgeType, KafkaError, KafkaException, ShareConsumer
 
 from relax_events.broker.connection import Connection, error_of, translate
+from relax_events.broker.fetching import READER_SETTINGS
 from relax_events.broker.leases import LEAVE_SECONDS, POLL_SECONDS, Lease
 from relax_events.broker.records import Record
-from relax_events.errors import AccessDenied
+from relax_events.errors import AccessDenied, BrokerRefused
 
 log = structlog.get_logger()
 COMMIT_SECONDS = 10.0
-LONGEST_WORK_MS = 86_400_000
-"""A lane that works does not poll, and by default leaves the group after five minutes; how long it may hold a record is the broker's to say."""
+FULL_SECONDS = 20.0
+"""A worker that was killed stays a member until its session lapses; who is refused for longer than that is one too many."""
 
 
 class ShareLeases:
@@ -38,6 +40,10 @@ class ShareLeases:
         self._on_lease = on_lease
         self._turn = threading.Lock()
         self._num_places, self._places_changed = lanes, threading.Condition()
+        self.full_text = (
+            f"share group {group} has no room for all {lanes} lanes of this worker: group.share.max.size of the brokers bounds the lanes of all "
+            "workers together; lower engine.max_prompt_groups, run fewer rollout workers, or raise group.share.max.size (1000 is Kafka's most)"
+        )
         self._lanes = [_Lane(connection, group, topic, self) for _ in range(lanes)]
 
     def stop(self) -> None:
@@ -86,13 +92,14 @@ class _Lane:
 
     def __init__(self, connection: Connection, group: str, topic: str, source: ShareLeases) -> None:
         self._settings = connection.settings(
-            group_id=group, share_acknowledgement_mode="explicit", max_poll_records=1, max_poll_interval_ms=LONGEST_WORK_MS
+            group_id=group, share_acknowledgement_mode="explicit", max_poll_records=1, max_poll_interval_ms=READER_SETTINGS["max_poll_interval_ms"]
         )
         self._source, self._connection, self._topic = source, connection, topic
         self._consumer: Any | None = self._joined()
         self._numbers = itertools.count()
         self._held: dict[int, Any] = {}
         self._settled: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
+        self._refused_at: float | None = None
         self.thread = threading.Thread(target=self._run, name="lane", daemon=True)
         self.thread.start()
 
@@ -137,6 +144,7 @@ class _Lane:
                 for message in polled:
                     self._note(message.error())
                 if messages := [message for message in polled if message.error() is None]:
+                    self._refused_at = None
                     self._held.update({next(self._numbers): message for message in messages})
                     self._source.make_room(-len(messages))
                     return
@@ -183,15 +191,28 @@ class _Lane:
     def _note(self, error: KafkaError | None) -> None:
         """Pass over what mends itself, join anew after what does not.
 
-        What we are denied ends the worker, since its queue would stay silent for ever.
+        What we are denied ends the worker, since its queue would stay silent for ever; so does a share group that stays full.
         """
         if error is None:
             return
         log.debug("lane.disturbed", error=error.name())
+        if error.code() == KafkaError.GROUP_MAX_SIZE_REACHED:
+            self._meet_full_group()
+            return
         if error.fatal() or error.code() == KafkaError._FATAL:
             log.warning("lane.rejoins", error=error.str())
             self._leave()
             return
         if isinstance(refused := translate(error, "leasing records"), AccessDenied):
             self._connection.refusals.deny(refused)
+            self._source.stop()
+
+    def _meet_full_group(self) -> None:
+        """Try again while it may be that a worker that died has still its place there; after that, end the worker."""
+        self._leave()
+        now = time.monotonic()
+        self._refused_at = self._refused_at or now
+        log.warning("lane.refused", reason="the share group is full", seconds=round(now - self._refused_at, 1))
+        if now - self._refused_at > FULL_SECONDS:
+            self._connection.refusals.deny(BrokerRefused(self._source.full_text))
             self._source.stop()

@@ -2,41 +2,97 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import select
+import signal
 import sys
+from types import FrameType
+from typing import NoReturn
 
 from relax_events.cli.commands import HELP_FLAGS, help_text
-from relax_events.errors import RelaxError
+from relax_events.errors import EnvironmentProblem, RelaxError
+from relax_events.printable import PrintableStream, printable
 
 INTERRUPTED = 130
+READER_LEFT = 141
+"""As a shell reports a program that ended because nobody reads its output any more: 128 + SIGPIPE."""
+NO_ROOM_OR_RIGHT = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
 
 
 def main() -> None:
     """Run the command line and exit with its code; an error of ours is one text on stderr, never a traceback."""
-    if sys.argv[1:] == [] or (len(sys.argv) == 2 and sys.argv[1] in HELP_FLAGS):
-        print(help_text())
-        sys.exit(0)
     try:
         result = _called()
+        sys.stdout.flush()
     except RelaxError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        if sys.argv[1:2] == ["worker"]:  # a client that was left open has kept the interpreter from ever ending, its broker's name being gone
-            os._exit(error.exit_code)
+        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
+        if _is_worker():
+            _end_worker(error, exit_code=error.exit_code)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        sys.exit(READER_LEFT)
+    except OSError as error:
+        if error.errno not in NO_ROOM_OR_RIGHT or error.filename is None or _is_worker():
+            raise
+        print(f"error: can't write {error.filename}: {error.strerror}; relax needs a folder that this user may write to", file=sys.stderr, flush=True)
+        sys.exit(EnvironmentProblem.exit_code)
+    except Exception as error:
+        if not _is_worker():
+            raise
+        sys.excepthook(type(error), error, error.__traceback__)
+        _end_worker(error, exit_code=1)
     sys.exit(result if isinstance(result, int) else 0)
 
 
+def _reader_has_left() -> bool:
+    """Tell whether the other end of stdout is closed; if so, drop what is still buffered for it."""
+    look = select.poll()
+    look.register(sys.stdout.fileno(), 0)
+    if not look.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
+
+
+def _is_worker() -> bool:
+    return sys.argv[1:2] == ["worker"]
+
+
+def _end_worker(error: Exception, *, exit_code: int) -> NoReturn:
+    """End this worker with its error as the last line of its log, at once: a client that was left open can keep the interpreter from ending."""
+    from relax_events.telemetry.final_error import write_final_error
+
+    sys.stdout.flush()
+    write_final_error(error, exit_code=exit_code)
+    os._exit(exit_code)
+
+
 def _called() -> object:
+    if sys.argv[1:] == [] or (len(sys.argv) == 2 and sys.argv[1] in HELP_FLAGS):
+        print(help_text())
+        return None
     if sys.argv[1:] == ["health"]:  # asked so often that the parser would be most of its cost
         from relax_events.cli.health import health
 
         health()
         return None
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a broker that is up for this command goes down with it; workers and runs have their own way
+        if not _is_worker() and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end)
     import structlog
 
     from relax_events.cli.app import app
 
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is for data
+    if not _is_worker():
+        sys.stdout = PrintableStream(sys.stdout)  # much of what is shown was written by others
     return app()
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    sys.exit(128 + number)

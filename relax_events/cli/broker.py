@@ -20,23 +20,49 @@ Directory = Annotated[Path, Parameter(help="Where the broker keeps its records, 
 
 @app.command
 def start(
-    *, directory: Directory = _DEFAULT_DIRECTORY, port: int = 0, credentials: Path | None = None, timeout_seconds: float = 60.0
+    *,
+    directory: Directory = _DEFAULT_DIRECTORY,
+    port: int = 0,
+    credentials: Path | None = None,
+    password: bool | None = None,
+    heap_mib: int = 0,
+    timeout_seconds: float = 60.0,
 ) -> None:
-    """Start the broker in the background and print its bootstrap servers; one that runs already is left as it is.
+    """Start the broker in the background and print its bootstrap servers; it runs until `relax broker stop`, also one that a run had started.
 
     Example: relax broker start --directory .relax/broker
+
+    Clients log in with the password that it makes in its folder, which commands and runs find there; `relax broker client-config` shows others how.
 
     Args:
         directory: Where the broker keeps its records, log and settings.
         port: Where clients connect; 0 takes the port used before, or a free one.
         credentials: A folder made by `relax broker secure`: only its principals get in, from this start on.
+        password: Whether clients log in; --no-password lets every user of this machine in, from this start on until --password.
+        heap_mib: The most that its heap may grow to, in MiB; 0 is a sixteenth of the machine's memory, 512 to 4096.
         timeout_seconds: How long it may take to get ready, the first download apart.
     """
     from relax_events.broker.embedded import EmbeddedBroker
 
-    broker = EmbeddedBroker(directory, port=port, credentials=credentials)
+    broker = EmbeddedBroker(directory, port=port, credentials=credentials, has_password=password, heap_mib=heap_mib)
     broker.start(timeout_seconds=timeout_seconds)
     print(broker.bootstrap_servers)
+
+
+@app.command(name="client-config")
+def client_config(*, directory: Directory = _DEFAULT_DIRECTORY, form: Literal["java", "librdkafka"] = "java") -> None:
+    """Print the settings by which other tools log in to the broker, its password among them: write them to a file of your own.
+
+    Example: relax broker client-config --form librdkafka
+
+    Args:
+        directory: Where the broker keeps its records, log and settings.
+        form: Properties for Kafka's own tools (--command-config), or for kcat and other programs on librdkafka.
+    """
+    from relax_events.broker.embedded import EmbeddedBroker
+    from relax_events.broker.embedded.tools import client_properties
+
+    print(client_properties(EmbeddedBroker(directory), form=form), end="")
 
 
 @app.command
@@ -59,18 +85,23 @@ def format(directory: Path, *, credentials: Path, cluster_id: str, node_id: int 
 
 
 @app.command
-def stop(*, directory: Directory = _DEFAULT_DIRECTORY, timeout_seconds: float = 20.0) -> None:
-    """Shut the broker down cleanly; its records and its port stay for the next start.
+def stop(*, directory: Directory = _DEFAULT_DIRECTORY, timeout_seconds: float = 20.0, force: bool = False) -> None:
+    """Shut the broker down cleanly, unless a run or a command uses it; its records and its port stay for the next start.
 
     Example: relax broker stop
 
     Args:
         directory: Where the broker keeps its records, log and settings.
         timeout_seconds: How long it may take before it is ended by force.
+        force: Also under those who use it; a run starts it again.
     """
     from relax_events.broker.embedded import EmbeddedBroker
+    from relax_events.errors import CheckFailed
 
-    EmbeddedBroker(directory).stop(timeout_seconds=timeout_seconds)
+    broker = EmbeddedBroker(directory)
+    if broker.is_running and (users := broker.users) and not force:
+        raise CheckFailed(f"the broker in {directory} is used by process {', '.join(map(str, users))}; end that first, or give --force")
+    broker.stop(timeout_seconds=timeout_seconds)
 
 
 @app.command

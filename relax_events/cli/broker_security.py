@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -10,6 +12,7 @@ from relax_events.cli.consent import agreed
 
 if TYPE_CHECKING:
     from relax_events.broker.connection import Connection
+    from relax_events.broker.quotas import QuotaEntity
     from relax_events.broker.security.principals import SecurityChanges
     from relax_events.config import RunConfig
 
@@ -71,43 +74,45 @@ def secure(
 
 def _change(config: Path, overrides: tuple[str, ...], *, withdraw: bool, dry_run: bool, yes: bool) -> int:
     """Show what would change on the cluster, ask, and change it."""
-    from relax_events.control.security import apply_security, plan_security, plan_withdrawal, withdraw_security
+    from relax_events.control.security import apply_security, missing_quotas, plan_security, plan_withdrawal, withdraw_security
 
-    settings, connection = _reach(config, overrides)
-    _show((plan_withdrawal if withdraw else plan_security)(settings, connection))
-    question = f"take these, and the secrets of run {settings.run.id}, away?" if withdraw else "apply these changes?"
-    if dry_run:
+    with _reach(config, overrides) as (settings, connection):
+        _show((plan_withdrawal if withdraw else plan_security)(settings, connection), {} if withdraw else missing_quotas(settings, connection))
+        question = f"take these, and the secrets of run {settings.run.id}, away?" if withdraw else "apply these changes?"
+        if dry_run:
+            return 0
+        if not agreed(question, yes=yes):
+            return 6
+        if not withdraw:
+            apply_security(settings, connection)
+            return 0
+        for file in withdraw_security(settings, connection):
+            print(f"deleted {file}", file=sys.stderr)
         return 0
-    if not agreed(question, yes=yes):
-        return 6
-    if not withdraw:
-        apply_security(settings, connection)
-        return 0
-    for file in withdraw_security(settings, connection):
-        print(f"deleted {file}", file=sys.stderr)
-    return 0
 
 
-def _reach(config: Path, overrides: tuple[str, ...]) -> tuple[RunConfig, Connection]:
-    """Return the run's settings and the connection of whoever may change users, once a broker has answered it."""
+@contextmanager
+def _reach(config: Path, overrides: tuple[str, ...]) -> Iterator[tuple[RunConfig, Connection]]:
+    """Give the run's settings and the connection of whoever may change users, once a broker has answered it."""
     from relax_events.broker.admin import Admin
     from relax_events.config import load_run_config
-    from relax_events.control.address import ANSWER_SECONDS, locate
+    from relax_events.control.address import ANSWER_SECONDS, located
     from relax_events.control.security import admin_connection
 
-    settings = locate(load_run_config(config, overrides))
-    connection = admin_connection(settings)
-    Admin(connection).ping(timeout_seconds=min(ANSWER_SECONDS, settings.broker.request_timeout_seconds))
-    return settings, connection
+    with located(load_run_config(config, overrides), by="relax broker secure") as settings:
+        connection = admin_connection(settings)
+        Admin(connection).ping(timeout_seconds=min(ANSWER_SECONDS, settings.broker.request_timeout_seconds))
+        yield settings, connection
 
 
-def _show(changes: SecurityChanges) -> None:
+def _show(changes: SecurityChanges, quotas: Mapping[QuotaEntity, Mapping[str, float]]) -> None:
     from relax_events.cli.output import print_table
 
     rows = [["set", user, "password of the folder", ""] for user in changes.users]
     rows += [["delete", user, "not wanted", ""] for user in changes.strangers]
     for change, acls in (("allow", changes.missing), ("withdraw", changes.surplus)):
         rows += [[change, acl.username, acl.operation, f"{acl.resource} {acl.name}{'*' if acl.pattern == 'prefixed' else ''}"] for acl in acls]
+    rows += [["bound", entity.name, f"{name} {value:g}", "each broker"] for entity, found in quotas.items() for name, value in found.items()]
     print_table(["change", "user", "what", "on"], rows)
 
 
@@ -115,46 +120,53 @@ def quota(
     config: Path,
     *overrides: str,
     bytes_per_second: float | None = None,
+    request_percentage: float | None = None,
+    mutations_per_second: float | None = None,
     lift: bool = False,
     dry_run: bool = False,
     yes: bool = False,
     output: Literal["table", "json"] = "table",
 ) -> int:
-    """Show or set how many bytes per second each role of a run may write, and read, so that runs share a cluster.
+    """Show or set what each principal of a run may ask of each broker, so that runs share a cluster.
 
     Example: relax broker quota configs/quickstart.toml --bytes-per-second 50e6 --dry-run
 
     Args:
         config: The run file, TOML.
         overrides: section.key=value, laid over the run file.
-        bytes_per_second: For each role's user, or for each worker by its client id on a cluster without users.
-        lift: Take the quotas away.
+        bytes_per_second: To write, and to read; for each user of the run, or for each worker by its client id on a cluster without users.
+        request_percentage: Of the time of one of the broker's threads; 200 is two threads.
+        mutations_per_second: Partitions that are made, added or deleted.
+        lift: Take all quotas away.
         dry_run: Show what would be set and set nothing.
         yes: Don't ask.
         output: A table to read, or JSON for programs.
     """
-    from relax_events.broker.quotas import RATES, read_quotas, write_quotas
+    from relax_events.broker.quotas import ALL, MUTATION_RATE, RATES, REQUEST_PERCENTAGE, read_quotas, write_quotas
     from relax_events.cli.output import print_json, print_table
     from relax_events.config import load_run_config
-    from relax_events.control.address import locate
+    from relax_events.control.address import located
     from relax_events.control.quotas import quota_connection, quota_entities
     from relax_events.errors import ConfigError
 
-    if bytes_per_second is not None and (lift or bytes_per_second <= 0):
-        raise ConfigError(f"bytes_per_second must be above 0 and go without --lift, got {bytes_per_second:g}; --lift alone takes quotas away")
-    settings = locate(load_run_config(config, overrides))
-    connection, entities = quota_connection(settings), quota_entities(settings)
-    found = read_quotas(connection, entities)
-    is_change = lift or bytes_per_second is not None
-    wanted: dict[str, float | None] = {"wanted": None if lift else bytes_per_second} if is_change else {}
-    rows = [{entity.kind: entity.name, **{rate: found.get(entity, {}).get(rate) for rate in RATES}, **wanted} for entity in entities]
-    if output == "json":
-        print_json(rows)
-    else:
-        print_table(list(rows[0]), [["none" if value is None else value for value in row.values()] for row in rows])
-    if not is_change or dry_run:
+    given = {"bytes_per_second": bytes_per_second, "request_percentage": request_percentage, "mutations_per_second": mutations_per_second}
+    for name, value in given.items():
+        if value is not None and (lift or value <= 0):
+            raise ConfigError(f"{name} must be above 0 and go without --lift, got {value:g}; --lift alone takes quotas away")
+    values = {**dict.fromkeys(RATES, bytes_per_second), REQUEST_PERCENTAGE: request_percentage, MUTATION_RATE: mutations_per_second}
+    wanted: dict[str, float | None] = dict.fromkeys(ALL) if lift else {name: value for name, value in values.items() if value is not None}
+    with located(load_run_config(config, overrides), by="relax broker quota") as settings:
+        connection, entities = quota_connection(settings), quota_entities(settings)
+        found = read_quotas(connection, entities)
+        after = {f"{name} wanted": value for name, value in wanted.items()}
+        rows = [{entity.kind: entity.name, **{name: found.get(entity, {}).get(name) for name in ALL}, **after} for entity in entities]
+        if output == "json":
+            print_json(rows)
+        else:
+            print_table(list(rows[0]), [["none" if value is None else value for value in row.values()] for row in rows])
+        if not wanted or dry_run:
+            return 0
+        if not agreed("set these quotas?", yes=yes):
+            return 6
+        write_quotas(connection, entities, wanted)
         return 0
-    if not agreed("set these quotas?", yes=yes):
-        return 6
-    write_quotas(connection, entities, bytes_per_second=bytes_per_second)
-    return 0

@@ -1,32 +1,69 @@
-"""`relax health`: asks a worker on this machine how it is. Loads the standard library alone, since containers ask every few seconds."""
+"""`relax health`: asks a worker how it is. For one worker it loads the standard library alone, since containers ask every few seconds."""
 
 from __future__ import annotations
 
 import os
 import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from relax_events.errors import CheckFailed, ConfigError
 
+if TYPE_CHECKING:
+    from relax_events.events.types import WorkerBeat
+
 VARIABLE = "RELAX_TELEMETRY__METRICS_PORT"
 ANSWER_SECONDS = 3.0
+ALL_ADDRESSES = ("0.0.0.0", "::")  # noqa: S104  nothing is bound here: a worker that serves on all of them is asked on the loopback
 
 
-def health(*, port: int = 0, ready: bool = False) -> None:
-    """Ask a worker on this machine whether its work loop is alive; exit code 6 when it is not.
+def health(
+    run: str = "",
+    *,
+    port: int = 0,
+    ready: bool = False,
+    config: Path | None = None,
+    bootstrap_servers: str = "",
+    directory: Path = Path(".relax"),
+    output: Literal["table", "json"] = "table",
+) -> None:
+    """Ask a worker on this machine, or all workers of a run, whether their work loops are alive; exit code 6 when one is not.
 
-    Example: relax health --port 9100
+    Example: relax health quickstart
 
     Args:
-        port: Where it serves its metrics; 0 takes RELAX_TELEMETRY__METRICS_PORT from the environment.
+        run: Id of the run whose workers are meant, or its run file; without it one worker is asked.
+        port: Where that worker serves its metrics; 0 takes RELAX_TELEMETRY__METRICS_PORT from the environment.
         ready: Ask whether it takes work instead: it knows a policy version and does not drain.
+        config: A run file whose broker is meant.
+        bootstrap_servers: The cluster that is meant, as host:port,host:port.
+        directory: Where the embedded broker is, unless one of the other options says where to look.
+        output: Of a run, a table to read, or JSON for programs.
     """
+    if run:
+        _show_workers(run, config, bootstrap_servers, directory, ready=ready, output=output)
+        return
     port = port or int(os.environ.get(VARIABLE) or 0)
     if not port:
-        raise ConfigError(f"no port is given to ask a worker at; give --port, or set {VARIABLE} as for the worker")
+        raise ConfigError(f"no port is given to ask a worker at; give --port, or set {VARIABLE} as for the worker; or name a run")
+    print(ask(port, ready=ready))
+
+
+def ask(port: int, *, ready: bool, host: str = "127.0.0.1") -> str:
+    """Return what a worker says of itself.
+
+    Args:
+        port: Where it serves its metrics.
+        ready: Ask whether it takes work, in place of whether it is alive.
+        host: Its address.
+    Raises:
+        CheckFailed: It says no, or nothing.
+    """
     path = "/readyz" if ready else "/healthz"
-    what = f"127.0.0.1:{port}{path}"
+    what = f"{host}:{port}{path}"
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=ANSWER_SECONDS) as connection:
+        with socket.create_connection((host, port), timeout=ANSWER_SECONDS) as connection:
             connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
             with connection.makefile("r", encoding="latin-1") as answer:  # read to its end, or the worker would log that we hung up
                 head, _, body = answer.read().partition("\n\n")
@@ -34,4 +71,41 @@ def health(*, port: int = 0, ready: bool = False) -> None:
         raise CheckFailed(f"{what} does not answer: {error}; the worker still starts, or hangs") from None
     if head.split(" ", 2)[1:2] != ["200"]:
         raise CheckFailed(f"{what} says {body.strip() or 'nothing'}; see the worker's log")
-    print("ok")
+    return body.strip()
+
+
+def _show_workers(run: str, config: Path | None, bootstrap_servers: str, directory: Path, *, ready: bool, output: str) -> None:
+    """Show the workers that a run should have and those with a recent heartbeat: what each says, or on another host how old its heartbeat is."""
+    from relax_events.cli.looking import open_run
+    from relax_events.cli.output import print_json, print_table
+    from relax_events.control.watching import RunWatch
+
+    with open_run(run, config=config, bootstrap_servers=bootstrap_servers, directory=directory, name="health") as settings:
+        with RunWatch(settings, name="health") as watch, watch.lock:
+            alive, newest = watch.alive(), dict(watch.state.workers)
+        address = settings.telemetry.metrics_host
+    host = "127.0.0.1" if address in ALL_ADDRESSES else address
+    wanted = [f"{role}-{index}" for role, count in settings.roles().items() for index in range(count)]
+    rows = []
+    for worker_id in dict.fromkeys([*wanted, *sorted(alive)]):
+        beat = newest.get(worker_id)
+        is_well, text = _health_of(alive.get(worker_id), host, ready=ready)
+        where = {"host": beat.host, "pid": beat.pid, "port": beat.metrics_port} if beat is not None and worker_id in alive else {}
+        rows.append({"worker": worker_id, "healthy": is_well, "host": "-", "pid": "-", "port": "-", **where, "says": text})
+    if output == "json":
+        print_json(rows)
+    else:
+        print_table(["worker", "host", "pid", "port", "says"], [[row[name] for name in ("worker", "host", "pid", "port", "says")] for row in rows])
+    if unwell := [row["worker"] for row in rows if not row["healthy"]]:
+        raise CheckFailed(f"{len(unwell)} of {len(rows)} workers are not {'ready' if ready else 'healthy'}: {', '.join(map(str, unwell))}")
+
+
+def _health_of(beat: WorkerBeat | None, host: str, *, ready: bool) -> tuple[bool, str]:
+    if beat is None:
+        return False, "no heartbeat of late"
+    if beat.host != socket.gethostname():
+        return True, f"heartbeat {max(0.0, time.time() - beat.beat_at / 1e6):.1f} s ago, {beat.state.value}"
+    try:
+        return True, ask(beat.metrics_port, ready=ready, host=host)
+    except CheckFailed as error:
+        return False, str(error)

@@ -2,29 +2,79 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from relax_events.config import RunConfig
     from relax_events.control.run_log import RunLog
 
 
-def open_run_log(config: Path, overrides: Iterable[str], *, name: str) -> RunLog:
-    """Open the log of the run that a run file describes.
+@contextmanager
+def open_run_log(config: Path, overrides: Iterable[str], *, name: str) -> Iterator[RunLog]:
+    """Open the log of the run that a run file describes; an embedded broker that is down is brought up for the block.
 
     Raises:
         RelaxError: The run file is wrong, no broker answers, or it has no such run.
     """
     from relax_events.config import load_run_config
-    from relax_events.control.address import attach
+    from relax_events.control.address import attached
     from relax_events.control.run_log import RunLog
 
-    return RunLog(attach(load_run_config(config, overrides)), name=name)
+    with attached(load_run_config(config, overrides), by=f"relax {name}") as settings, RunLog(settings, name=name) as log:
+        yield log
+
+
+def is_run_file(run: str) -> bool:
+    """Tell whether a run was named by its run file; an id holds neither a dot nor a slash."""
+    return "." in run or "/" in run
+
+
+def run_folder(run: str, directory: Path) -> Path:
+    """Return the folder in which a run keeps its files on this machine.
+
+    Args:
+        run: Its id, or its run file.
+        directory: Where runs keep their files, for an id.
+    Raises:
+        ConfigError: The run file is wrong.
+    """
+    from relax_events.config import load_run_config
+
+    return load_run_config(Path(run)).run_directory if is_run_file(run) else directory / "runs" / run
+
+
+@contextmanager
+def open_run(run: str, *, config: Path | None, bootstrap_servers: str, directory: Path, name: str) -> Iterator[RunConfig]:
+    """Give the configuration of a run on some broker, with the broker's address and the operator's principal filled in.
+
+    Args:
+        run: Its id, or its run file, which says the broker as well.
+        config: A run file whose broker is meant, for an id.
+        bootstrap_servers: The cluster that is meant, for an id.
+        directory: Where the embedded broker is, for an id without either.
+        name: Of the command.
+    Raises:
+        RelaxError: Two brokers are named, none answers, or it has no such run.
+    """
+    from relax_events.config import load_run_config
+    from relax_events.control.cluster import Cluster
+    from relax_events.control.runs.reading import read_run
+    from relax_events.errors import ConfigError
+
+    run_file = load_run_config(Path(run)) if is_run_file(run) else None
+    cluster = Cluster.named(config=config, bootstrap_servers=bootstrap_servers, directory=directory) if run_file is None else Cluster.of(run_file)
+    with cluster.running(by=f"relax {name}"):
+        connection = cluster.connection(name=name)
+        found = read_run(connection, run if run_file is None else run_file.run.id)
+        settings = run_file or found.config
+        if settings is None:
+            raise ConfigError(f"the log of run {run} does not describe it: an earlier release wrote it, or it is half deleted; give its run file")
+        yield settings.model_copy(update={"broker": cluster.reached})
 
 
 def note_unreadable(log: RunLog) -> None:
@@ -36,13 +86,9 @@ def note_unreadable(log: RunLog) -> None:
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """End in peace when whoever reads our output has had enough: Ctrl-C, or the other end of a pipe that closes."""
-    try:
+    """End in peace when whoever reads along has had enough and types Ctrl-C."""
+    with suppress(KeyboardInterrupt):
         yield
-    except KeyboardInterrupt:
-        return
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has nowhere to go
 
 
 def clock_time(micros: int) -> str:

@@ -17,14 +17,21 @@ def prepare(config: Path, *overrides: str) -> None:
 
     Example: relax models prepare configs/quickstart.toml
 
+    Objects that lie on this machine get their folder too, with the run's name in it: then workers that may only read there can start first.
+
     Args:
         config: The run file, TOML.
         overrides: section.key=value, laid over the run file.
     """
     from relax_events.config import load_run_config
+    from relax_events.objects.marker import claim
+    from relax_events.objects.store import ObjectStore
     from relax_events.training.model_preparation import prepare_model
 
-    print(prepare_model(load_run_config(config, overrides), report=_say))
+    loaded = load_run_config(config, overrides)
+    print(prepare_model(loaded, report=_say))
+    if loaded.objects_uri.startswith("file:"):
+        claim(ObjectStore.open(loaded.objects_uri, waits=False), run_id=loaded.run.id)
 
 
 @app.command(name="warm-start")

@@ -56,7 +56,10 @@ def rescore(
 
     versions, topic_name = parse_bounds(version, flag="--version"), name or scores_name(reward)
     with open_run_log(config, overrides, name="rescore") as log:
-        settings = settings_for(log.config.reward, reward, option or [], workers=workers)
+        run = log.config.reward
+        if log.config.is_replay:  # in its run file stands what the log of its source says
+            run = run.model_copy(update={"function": "", "environment": ()})
+        settings = settings_for(run, reward, option or [], workers=workers)
         result = rescore_run(log, settings, name=topic_name, versions=versions, threshold=threshold, report=ProgressLines())
         note_unreadable(log)
         topic = log.plan.topic(log.plan.scores_entity(topic_name))
@@ -71,8 +74,12 @@ def settings_for(run: RewardConfig, function: str, given: list[str], *, workers:
     """Return the run's limits with another function, or with its own and its options changed.
 
     Raises:
-        ConfigError: What was given is not NAME=VALUE.
+        ConfigError: What was given is not NAME=VALUE, or holds a secret or sends one where it may not.
     """
+    from pydantic import ValidationError
+
+    from relax_events.config import RewardConfig
+    from relax_events.config.addresses import refuse_logins
     from relax_events.config.loading import read_value
     from relax_events.errors import ConfigError
 
@@ -81,7 +88,11 @@ def settings_for(run: RewardConfig, function: str, given: list[str], *, workers:
     options = {name: read_value(value) for name, _, value in (text.partition("=") for text in given)}
     is_same = function == run.function
     changes = {"function": function, "options": (run.options if is_same else {}) | options, "processes": workers or run.processes}
-    return run.model_copy(update=changes | ({} if is_same else {"weights": {}, "routes": {}}))
+    refuse_logins({"reward": {"options": options}})
+    try:
+        return RewardConfig.model_validate(dict(run) | changes | ({} if is_same else {"weights": {}, "routes": {}}))
+    except ValidationError as error:
+        raise ConfigError(f"reward: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
 
 
 class ProgressLines:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 
-def run(config: Path, *overrides: str) -> None:
+def run(config: Path, *overrides: str, accept_changes: bool = False) -> None:
     """Run everything on this machine, show progress, and end by itself: exit code 0 means that the goal was reached.
 
     Example: relax run configs/quickstart.toml run.seed=1
@@ -14,18 +14,31 @@ def run(config: Path, *overrides: str) -> None:
     Args:
         config: The run file, TOML.
         overrides: section.key=value, laid over the run file.
+        accept_changes: Resume also with changes of the run file that change what is trained from here on.
     """
+    import sys
+
+    from relax_events.cli.consent import agreed
     from relax_events.config import load_run_config
     from relax_events.control.preparation import prepare_run
+    from relax_events.control.private_files import keep_private
+    from relax_events.control.report.closing import closing_line
+    from relax_events.control.resuming import ChangesNotAccepted
     from relax_events.control.run import RunSession
 
     settings = load_run_config(config, overrides)
+    keep_private(settings)
     prepare_run(settings)
-    report = RunSession(settings).run()
-    name, curve = ("reward", "reward_mean") if settings.algorithm.has_rewards else ("loss", "loss")
-    first, last = report["curves"][curve][0], report["curves"][curve][-1]
-    page = settings.run_directory / "report.html"
-    print(f"{name} {first:.3f} -> {last:.3f} in {report['steps']} steps, {report['wall_seconds']:.0f} s; report: {page}")
+    try:
+        report = RunSession(settings, accepts_changes=accept_changes).run()
+    except ChangesNotAccepted as refused:
+        if not sys.stdin.isatty():
+            raise
+        print(refused, file=sys.stderr)
+        if not agreed("go on with these changes?", yes=False):
+            raise
+        report = RunSession(settings, accepts_changes=True).run()
+    print(closing_line(report, settings.run_directory))
 
 
 def worker(role: str, config: Path, *overrides: str, index: int | Literal["host"] = 0) -> None:
@@ -41,16 +54,19 @@ def worker(role: str, config: Path, *overrides: str, index: int | Literal["host"
     """
     from relax_events.cli.roles import load_role
     from relax_events.config import load_run_config
-    from relax_events.control.address import attach, open_admin
+    from relax_events.control.address import attached, open_admin
     from relax_events.control.orphans import end_with_supervisor
+    from relax_events.control.private_files import keep_private
     from relax_events.control.replicas import index_of_host
+    from relax_events.control.resuming import settled_worker
 
     settings = load_run_config(config, overrides)
     start, number = load_role(role), index_of_host() if index == "host" else index
+    keep_private(settings)
     end_with_supervisor(drain_seconds=settings.workers.drain_seconds)
-    settings = attach(settings, principal=role)
-    open_admin(settings, name=f"{role}-{number}", timeout_seconds=settings.broker.request_timeout_seconds)  # it may still be starting
-    start(settings, index=number)
+    with attached(settings, by=f"relax worker {role}", principal=role, brings_up=False) as settings:
+        open_admin(settings, name=f"{role}-{number}", timeout_seconds=settings.broker.request_timeout_seconds)  # it may still be starting
+        start(settled_worker(settings, role), index=number)
 
 
 def doctor(config: Path, *overrides: str) -> int:
@@ -62,10 +78,14 @@ def doctor(config: Path, *overrides: str) -> int:
         config: The run file, TOML.
         overrides: section.key=value, laid over the run file.
     """
+    from relax_events.cli.output import print_table
     from relax_events.config import load_run_config
-    from relax_events.control.doctor import examine
+    from relax_events.control.doctor import examine_with_defaults
 
-    findings = examine(load_run_config(config, overrides))
+    findings, derived = examine_with_defaults(load_run_config(config, overrides))
     for finding in findings:
         print(f"{'ok ' if finding.is_good else 'NO '} {finding.what}: {finding.text}")
+    if derived:
+        print("\nthe run file leaves out, and the run takes:")
+        print_table(["key", "value", "why"], [[one.key, one.value, f"WARNING: {one.reason}" if one.is_warning else one.reason] for one in derived])
     return 0 if all(finding.is_good for finding in findings) else 6

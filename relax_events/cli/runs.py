@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from relax_events.control.runs.deletion import Deletion
     from relax_events.control.runs.forking import SourceChoice
     from relax_events.control.runs.reading import RunSummary
+    from relax_events.control.runs.taking_over import NotTrusted
 
 app = App(name="runs", help="Look back at the runs of a cluster, and train from them.\n\nExample: relax runs list")
 Output = Literal["table", "json"]
@@ -23,6 +26,8 @@ Config = Annotated[Path | None, Parameter(help="A run file whose broker is meant
 Servers = Annotated[str, Parameter(help="The cluster that is meant, as host:port,host:port.")]
 Directory = Annotated[Path, Parameter(help="Where runs and the embedded broker keep their files.")]
 HOME = Path(".relax")
+STOP_MARGIN_SECONDS = 15.0
+"""How much longer than they may take to drain one waits for workers: the command has to reach them, their goodbye us."""
 
 
 def _cluster(config: Path | None, bootstrap_servers: str, directory: Path) -> Cluster:
@@ -31,17 +36,23 @@ def _cluster(config: Path | None, bootstrap_servers: str, directory: Path) -> Cl
     return Cluster.named(config=config, bootstrap_servers=bootstrap_servers, directory=directory)
 
 
-def _connection(config: Path | None, bootstrap_servers: str, directory: Path) -> Connection:
-    return _cluster(config, bootstrap_servers, directory).connection(name="runs")
+@contextmanager
+def _connection(config: Path | None, bootstrap_servers: str, directory: Path) -> Iterator[Connection]:
+    cluster = _cluster(config, bootstrap_servers, directory)
+    with cluster.running(by="relax runs"):
+        yield cluster.connection(name="runs")
 
 
 @app.command(name="list")
-def list_runs(*, config: Config = None, bootstrap_servers: Servers = "", directory: Directory = HOME, output: Output = "table") -> None:
+def list_runs(
+    run_file: Path | None = None, /, *, config: Config = None, bootstrap_servers: Servers = "", directory: Directory = HOME, output: Output = "table"
+) -> None:
     """Show the runs of a cluster: how far they came, whether they still go on, what they started from.
 
-    Example: relax runs list --bootstrap-servers 127.0.0.1:9092
+    Example: relax runs list configs/quickstart.toml
 
     Args:
+        run_file: A run file whose broker is meant, as --config.
         config: A run file whose broker is meant.
         bootstrap_servers: The cluster that is meant, as host:port,host:port.
         directory: Where the embedded broker is, unless one of the other two says where to look.
@@ -50,7 +61,8 @@ def list_runs(*, config: Config = None, bootstrap_servers: Servers = "", directo
     from relax_events.cli.output import print_json, print_table
     from relax_events.control.runs.reading import read_runs
 
-    rows = [_row(run) for _, run in sorted(read_runs(_connection(config, bootstrap_servers, directory)).items())]
+    with _connection(config or run_file, bootstrap_servers, directory) as connection:
+        rows = [_row(run) for _, run in sorted(read_runs(connection).items())]
     if output == "json":
         print_json(rows)
         return
@@ -78,9 +90,7 @@ def _time(micros: int) -> str:
 
 
 @app.command
-def show(
-    run_id: str, *, config: Config = None, bootstrap_servers: Servers = "", directory: Directory = HOME, output: Output = "table"
-) -> None:
+def show(run_id: str, *, config: Config = None, bootstrap_servers: Servers = "", directory: Directory = HOME, output: Output = "table") -> None:
     """Show what a run's log says: settings, outcomes, figures by step, and the versions from which it can be trained again.
 
     Example: relax runs show quickstart
@@ -96,17 +106,54 @@ def show(
     from relax_events.control.runs.details import details_tree, read_details
     from relax_events.control.runs.reading import read_run
 
-    connection = _connection(config, bootstrap_servers, directory)
-    tree = details_tree(read_details(connection, read_run(connection, run_id)))
+    with _connection(config, bootstrap_servers, directory) as connection:
+        tree = details_tree(read_details(connection, read_run(connection, run_id)))
+        if output == "json":
+            print_json(tree)
+            return
+        steps = tree.pop("steps")
+        tree["run"] |= {"started_at": _time(tree["run"]["started_at"])}
+        print_pairs({part: {name: _joined(value) for name, value in values.items()} for part, values in tree.items()})
+        if steps:
+            columns = list(steps[-1])
+            print_table(columns, [[_figure(step.get(name)) for name in columns] for step in steps])
+
+
+@app.command
+def stop(
+    run: str,
+    *,
+    timeout: Annotated[float, Parameter(help="Seconds to wait for the workers; by default as long as they may take to drain.")] = 0.0,
+    config: Config = None,
+    bootstrap_servers: Servers = "",
+    directory: Directory = HOME,
+    output: Output = "table",
+) -> int:
+    """Ask all workers of a run to drain, wherever they run, and wait for it; exit code 6 when some do not in time. `relax run` resumes the run.
+
+    Example: relax runs stop quickstart
+
+    Args:
+        run: Id of the run, or its run file.
+        timeout: How long to wait for the workers, in seconds; 0 stands for `workers.drain_seconds` and 15 s more.
+        config: A run file whose broker is meant.
+        bootstrap_servers: The cluster that is meant, as host:port,host:port.
+        directory: Where the embedded broker is, unless one of the other options says where to look.
+        output: A text to read, or JSON for programs.
+    """
+    from dataclasses import asdict
+
+    from relax_events.cli.looking import open_run
+    from relax_events.cli.output import print_json
+    from relax_events.control.watching import stop_run
+
+    with open_run(run, name="stop", config=config, bootstrap_servers=bootstrap_servers, directory=directory) as settings:
+        done = stop_run(settings, timeout_seconds=timeout or settings.workers.drain_seconds + STOP_MARGIN_SECONDS)
     if output == "json":
-        print_json(tree)
-        return
-    steps = tree.pop("steps")
-    tree["run"] |= {"started_at": _time(tree["run"]["started_at"])}
-    print_pairs({part: {name: _joined(value) for name, value in values.items()} for part, values in tree.items()})
-    if steps:
-        columns = list(steps[-1])
-        print_table(columns, [[_figure(step.get(name)) for name in columns] for step in steps])
+        print_json(asdict(done))
+    else:
+        print(done.text)
+    return 6 if done.left else 0
 
 
 def _joined(value: Any) -> Any:
@@ -171,17 +218,18 @@ def delete(
     from relax_events.control.runs.reading import read_run, read_runs
 
     cluster = _cluster(config, bootstrap_servers, directory)
-    connection = cluster.connection(name="runs")
-    deletion = plan_deletion(connection, run_id, run_file=cluster.run_file)
-    _show_deletion(deletion, output)
-    if not force:
-        refuse_deletion(read_run(connection, run_id), read_runs(connection, with_progress=False).values())
-    if dry_run:
+    with cluster.running(by="relax runs"):
+        connection = cluster.connection(name="runs")
+        deletion = plan_deletion(connection, run_id, run_file=cluster.run_file)
+        _show_deletion(deletion, output)
+        if not force:
+            refuse_deletion(read_run(connection, run_id), read_runs(connection, with_progress=False).values())
+        if dry_run:
+            return 0
+        if not agreed(f"delete all this of run {run_id}?", yes=yes):
+            return 6
+        delete_run(connection, deletion)
         return 0
-    if not agreed(f"delete all this of run {run_id}?", yes=yes):
-        return 6
-    delete_run(connection, deletion)
-    return 0
 
 
 def _show_deletion(deletion: Deletion, output: Output) -> None:
@@ -212,6 +260,7 @@ def replay(
     follow: bool = False,
     scores: str = "",
     verify: bool = False,
+    trust_source: bool = False,
     config: Config = None,
     bootstrap_servers: Servers = "",
     directory: Directory = HOME,
@@ -229,6 +278,7 @@ def replay(
         follow: Go on as the source goes on, and end after it: a second learner.
         scores: Rewards of a rescoring, by its name, in place of the recorded ones.
         verify: Compare every step with the recorded one, bit for bit; exit code 6 when one differs.
+        trust_source: Don't ask about code, programs, addresses and files that the source's log names and no run file here does.
         config: A run file whose broker is meant.
         bootstrap_servers: The cluster that is meant, as host:port,host:port.
         directory: Where runs are kept, and the embedded broker unless one of the other two says where to look.
@@ -236,7 +286,7 @@ def replay(
     from relax_events.control.runs.forking import SourceChoice
 
     choice = SourceChoice(source, "recorded", from_version=from_version, until_version=until_version, follow=follow, scores=scores)
-    return _train(_cluster(config, bootstrap_servers, directory), new, choice, overrides, verify=verify)
+    return _train(_cluster(config, bootstrap_servers, directory), new, choice, overrides, verify=verify, trusts=trust_source)
 
 
 @app.command
@@ -246,6 +296,7 @@ def fork(
     *overrides: str,
     at_version: int = -1,
     from_log: bool = False,
+    trust_source: bool = False,
     config: Config = None,
     bootstrap_servers: Servers = "",
     directory: Directory = HOME,
@@ -260,6 +311,7 @@ def fork(
         overrides: section.key=value, laid over the source's settings.
         at_version: The source's version to start from; -1 is its newest.
         from_log: Train the recorded rollouts up to that version with the new settings instead: a replay, to be forked in turn.
+        trust_source: Don't ask about code, programs, addresses and files that the source's log names and no run file here does.
         config: A run file whose broker is meant.
         bootstrap_servers: The cluster that is meant, as host:port,host:port.
         directory: Where runs are kept, and the embedded broker unless one of the other two says where to look.
@@ -267,26 +319,49 @@ def fork(
     from relax_events.control.runs.forking import SourceChoice
 
     live, recorded = SourceChoice(source, "live", from_version=at_version), SourceChoice(source, "recorded", until_version=at_version)
-    return _train(_cluster(config, bootstrap_servers, directory), new, recorded if from_log else live, overrides, verify=False)
+    return _train(_cluster(config, bootstrap_servers, directory), new, recorded if from_log else live, overrides, verify=False, trusts=trust_source)
 
 
-def _train(cluster: Cluster, new: str, choice: SourceChoice, overrides: tuple[str, ...], *, verify: bool) -> int:
+def _accept(refused: NotTrusted, *, trusts: bool) -> None:
+    """Show what a log names, and go on if the flag says so or a person on a terminal agrees.
+
+    Raises:
+        NotTrusted: Nobody agrees.
+    """
+    import sys
+
+    from relax_events.control.runs.taking_over import named_text
+    from relax_events.printable import printable
+
+    if not trusts and not sys.stdin.isatty():
+        raise refused
+    print(printable(f"the log of run {refused.source} names what will be used here:\n{named_text(refused.named)}"), file=sys.stderr)
+    if not agreed("take all this over?", yes=trusts):
+        raise refused
+
+
+def _train(cluster: Cluster, new: str, choice: SourceChoice, overrides: tuple[str, ...], *, verify: bool, trusts: bool) -> int:
+    from functools import partial
+
     from relax_events.control.cluster import Cluster
     from relax_events.control.preparation import prepare_run
+    from relax_events.control.private_files import keep_private
+    from relax_events.control.report.closing import closing_line
     from relax_events.control.run import RunSession
     from relax_events.control.runs.forking import make_run_file, refuse_unverifiable
     from relax_events.control.runs.verification import verify_replay
     from relax_events.pipeline.source_run import SourceRun
 
-    with cluster.running():
+    with cluster.running(by="relax runs"):
         connection = cluster.connection(name="runs")
-        settings = make_run_file(cluster, connection, new, choice, overrides)
+        source = SourceRun.read(connection, choice.run)
+        settings = make_run_file(cluster, source, new, choice, overrides, accept=partial(_accept, trusts=trusts))
         if verify:
-            refuse_unverifiable(SourceRun.read(connection, choice.run), settings)
+            refuse_unverifiable(source, settings)
+        keep_private(settings)
         prepare_run(settings)
         report = RunSession(settings).run()
-        rewards = f"reward {report['reward_first']:.3f} -> {report['reward_last']:.3f}"
-        print(f"{rewards} in {report['steps']} steps, {report['wall_seconds']:.0f} s; report: {settings.run_directory / 'report.html'}")
+        print(closing_line(report, settings.run_directory))
         if not verify:
             return 0
         found = verify_replay(Cluster.of(settings).connection(name="runs"), choice.run, new)

@@ -35,9 +35,10 @@ def check(config: Path | None = None, *overrides: str, directory: Path | None = 
     problems = check_releases(folder)
     if config is not None:
         from relax_events.config import load_run_config
-        from relax_events.control.address import attach
+        from relax_events.control.address import attached
 
-        problems += check_run(attach(load_run_config(config, overrides)), folder)
+        with attached(load_run_config(config, overrides), by="relax schemas") as settings:
+            problems += check_run(settings, folder)
     _show_problems(problems, unreleased(folder), output)
     return 6 if problems else 0
 

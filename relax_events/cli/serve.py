@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from socket import socket
 
-    from fastapi import FastAPI
+    from relax_events.http_guard import App
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+MAX_CONNECTIONS = 4096
+"""Every sample of an engine's that is under way has one."""
 DRAIN_SECONDS = 30
 """For answers that are under way when the server is asked to end."""
 
@@ -29,6 +31,7 @@ def serve(
     incremental_streaming_output: bool = False,
     enable_return_routed_experts: bool = False,
     token_file: Path | None = None,
+    weights_root: Path | None = None,
 ) -> None:
     """Serve a model by engine `transformers` behind SGLang's HTTP API and a part of OpenAI's, until Ctrl-C.
 
@@ -47,6 +50,8 @@ def serve(
         incremental_streaming_output: Let streamed events have what is new, as engine `sglang` needs it, not all so far.
         enable_return_routed_experts: Tell who asks which experts each token went through, as `model.routing_replay` needs it.
         token_file: Holds a token without which nobody is answered.
+        weights_root: Folder that weights may be loaded from. Without it any folder will do for those who bring the token, and none where
+            there is no token.
     """
     from relax_events.broker.security.folder import read_secret
     from relax_events.errors import ConfigError, EnvironmentProblem
@@ -71,15 +76,18 @@ def serve(
             EngineConfig(max_context_tokens=max_context_tokens, max_running_samples=max_running_samples, threads=threads),
             model_name=served_model_name or model.resolve().name,
             is_incremental=incremental_streaming_output,
+            host=host,
             token=token,
+            weights_root=weights_root,
         )
         print(url_of(listener), flush=True)
         _answer(app, listener)
 
 
-def _answer(app: FastAPI, listener: socket) -> None:
+def _answer(app: App, listener: socket) -> None:
     """Answer until the process is told to end, and what is under way then."""
     import uvicorn
 
-    settings = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=DRAIN_SECONDS)
-    uvicorn.Server(settings).run(sockets=[listener])
+    from relax_events.http_guard import server_settings
+
+    uvicorn.Server(server_settings(app, max_connections=MAX_CONNECTIONS, timeout_graceful_shutdown=DRAIN_SECONDS)).run(sockets=[listener])

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
-from relax_events.config.algorithm_spec import AlgorithmSpec, LearnsFrom, find_algorithm
+from relax_events.config.algorithm_spec import AlgorithmSpec, LearnsFrom, find_algorithm, is_from_log, is_path
 from relax_events.config.base import Section
+from relax_events.config.outside import Code, Names
 from relax_events.errors import ConfigError
 
 NOT_SHARED = (
@@ -29,11 +30,11 @@ class AlgorithmConfig(Section):
     below are grpo's. A setting that the algorithm does not use is refused, and null in what a run says of itself.
     """
 
-    name: str = "grpo"
+    name: Code = "grpo"
     """Installed algorithm, or `path/to/file.py:NAME`; `relax algorithms list` prints those that are installed."""
     normalise_std: bool | None = True
     """Divide centred rewards by the prompt group's standard deviation."""
-    reward_weights: dict[str, float] | None = None
+    reward_weights: Annotated[dict[str, float], Names.NOTHING] | None = None
     """Weight of each reward component, where they are normalised apart; empty takes all that there are, with weight 1."""
     overlong_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of `engine.sampling.max_new_tokens` over which a completion's reward falls linearly; 0 for no such penalty."""
@@ -109,25 +110,34 @@ class AlgorithmConfig(Section):
     m2_threshold: NonNegative = 0.0
     """The tokens farthest from the engine's policy carry no gradient, until the mean square of the log-ratio over the step's others is
     at most this; 0 for none, the paper takes 0.04. It takes a forward pass over the whole step before the first backward pass."""
-    options: dict[str, float | int | bool | str] = Field(default_factory=dict)
+    options: Annotated[dict[str, float | int | bool | str], Names.OPTIONS] = Field(default_factory=dict)
     """Settings that an algorithm of one's own declares."""
+
+    _is_from_log: bool = PrivateAttr(default=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _take_own_defaults(cls, given: Any) -> Any:
+    def _take_own_defaults(cls, given: Any, info: ValidationInfo) -> Any:
         """Lay what is given over the algorithm's own settings; what a run said of itself is whole and needs no file to be read."""
         name = given.get("name", "grpo") if isinstance(given, Mapping) else None
-        if not isinstance(name, str) or (cls.model_fields.keys() <= given.keys() and _file_is_missing(name)):
+        if not isinstance(name, str) or is_from_log(name, info) or (cls.model_fields.keys() <= given.keys() and _file_is_missing(name)):
             return given
         try:
             spec = find_algorithm(name)
         except ConfigError as error:
             raise ValueError(str(error)) from None
+        if not isinstance(given.get("options"), Mapping | None) or not isinstance(given.get("correction", ""), str):
+            return given  # of the wrong type, which is said of each key below
         unused = {key: None for key in NOT_SHARED if key not in spec.settings}
         _refuse_unknown(spec)
         _refuse_unused(spec, given, unused)
         tree = unused | dict(spec.settings) | {key: value for key, value in given.items() if value is not None}
         return tree | {"options": dict(spec.options) | dict(given.get("options") or {})} | _correction_range(tree)
+
+    @model_validator(mode="after")
+    def _note_its_origin(self, info: ValidationInfo) -> AlgorithmConfig:
+        self._is_from_log = is_from_log(self.name, info)
+        return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> AlgorithmConfig:
@@ -161,14 +171,21 @@ class AlgorithmConfig(Section):
         """The algorithm that the settings are of.
 
         Raises:
-            ConfigError: It is not here; the text says what is missing.
+            ConfigError: It is not here; the text says what is missing. Or only a log names its file.
         """
+        if self._is_from_log:
+            raise ConfigError(f"algorithm {self.name} is code that a log names and this run file does not; it is not run")
         return find_algorithm(self.name)
 
     @property
+    def is_unread(self) -> bool:
+        """Whether the algorithm's file is gone, or only a log names it: then it is not run."""
+        return self._is_from_log or _file_is_missing(self.name)
+
+    @property
     def learns_from(self) -> LearnsFrom:
-        """What the algorithm learns from: see its spec. Where its file is gone, rewards."""
-        return "rewards" if _file_is_missing(self.name) else self.spec.learns_from
+        """What the algorithm learns from: see its spec. Where its file is unread, rewards."""
+        return "rewards" if self.is_unread else self.spec.learns_from
 
     @property
     def has_rewards(self) -> bool:
@@ -187,12 +204,12 @@ class AlgorithmConfig(Section):
 
     @property
     def _loss_takes_reference(self) -> bool:
-        return not _file_is_missing(self.name) and self.spec.reference
+        return not self.is_unread and self.spec.reference
 
     @property
     def needs_whole_groups(self) -> bool:
         """Whether a micro-batch must hold all samples of a prompt group, side by side."""
-        return not _file_is_missing(self.name) and self.spec.whole_prompt_groups
+        return not self.is_unread and self.spec.whole_prompt_groups
 
     @property
     def has_loss_kl(self) -> bool:
@@ -245,8 +262,7 @@ class AlgorithmConfig(Section):
 
 
 def _file_is_missing(name: str) -> bool:
-    path = name.rpartition(":")[0]
-    return path.endswith(".py") and not Path(path).is_file()
+    return is_path(name) and not Path(name.rpartition(":")[0]).is_file()
 
 
 def _refuse_unknown(spec: AlgorithmSpec) -> None:

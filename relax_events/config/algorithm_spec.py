@@ -10,12 +10,25 @@ from functools import lru_cache
 from importlib.metadata import EntryPoint
 from typing import Any, Literal
 
+from pydantic import ValidationInfo
+
 from relax_events.errors import ConfigError
 from relax_events.plugins import ALGORITHMS, FilePlugin, find_plugin
 
 LearnsFrom = Literal["rewards", "answers", "pairs"]
 Function = str | Callable[..., Any]
 """A function, or `module:function` of one whose module is loaded only where it is called."""
+
+
+@dataclass(frozen=True, slots=True)
+class FromLog:
+    """The context in which a description from a log is validated: others wrote it, so none of the code that it names is run.
+
+    Attributes:
+        own_algorithm: Name of the algorithm in a run file of one's own, which may be run.
+    """
+
+    own_algorithm: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +87,16 @@ def find_algorithm(name: str) -> AlgorithmSpec:
     """
     plugin = find_plugin(ALGORITHMS, name, what=f"algorithm.name = {name!r}", accepts=AlgorithmSpec)
     return _loaded(plugin, hashlib.sha256(plugin.path.read_bytes()).digest() if isinstance(plugin, FilePlugin) else b"")
+
+
+def is_path(name: str) -> bool:
+    """Tell whether an algorithm is named by its file."""
+    return name.rpartition(":")[0].endswith(".py")
+
+
+def is_from_log(name: str, info: ValidationInfo) -> bool:
+    """Tell whether only a log names an algorithm by its file, which is then not run; see `FromLog`."""
+    return isinstance(info.context, FromLog) and is_path(name) and name != info.context.own_algorithm
 
 
 @lru_cache(maxsize=64)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from relax_events.config.algorithm_spec import find_algorithm
+from pydantic import ValidationInfo
+
+from relax_events.config.algorithm_spec import find_algorithm, is_from_log
 from relax_events.config.data import LEARNT_KEYS, RowsConfig
 from relax_events.config.generation import SamplingConfig
 from relax_events.errors import ConfigError
@@ -19,13 +21,16 @@ GROUP_SIZES = {"answers": 1, "pairs": 2}
 """Samples of a prompt group, by what the algorithm learns from."""
 
 
-def with_group_size(given: Any) -> Any:
+def with_group_size(given: Any, info: ValidationInfo) -> Any:
     """Fill in `run.samples_per_prompt` where the algorithm leaves no choice and the run file does not name it."""
     algorithm, run = (given.get(name) for name in ("algorithm", "run")) if isinstance(given, Mapping) else (None, None)
     if not isinstance(algorithm, Mapping) or not isinstance(run, Mapping) or "samples_per_prompt" in run:
         return given
+    name = str(algorithm.get("name", "grpo"))
+    if is_from_log(name, info):
+        return given
     try:
-        size = GROUP_SIZES.get(find_algorithm(str(algorithm.get("name", "grpo"))).learns_from)
+        size = GROUP_SIZES.get(find_algorithm(name).learns_from)
     except ConfigError:  # told when the section itself is checked
         return given
     return given if size is None else {**given, "run": {**run, "samples_per_prompt": size}}
@@ -34,7 +39,7 @@ def with_group_size(given: Any) -> Any:
 def check_answers(config: RunConfig) -> None:
     """Refuse settings that don't fit what the algorithm learns from.
 
-    A replay generates nothing either way: of it only the size of its prompt groups must fit.
+    A replay generates nothing either way: of it only the size of its prompt groups must fit. Of an algorithm that is not read nothing is known.
 
     Raises:
         ValueError: The text names the setting, its value and the remedy.
@@ -44,6 +49,8 @@ def check_answers(config: RunConfig) -> None:
 
 
 def _problems(config: RunConfig) -> Iterator[str]:
+    if config.algorithm.is_unread:
+        return
     name, learns_from, size = config.algorithm.name, config.algorithm.learns_from, config.run.samples_per_prompt
     if learns_from == "rewards":
         if size < 2:

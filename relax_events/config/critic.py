@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
-from relax_events.config.base import Section
+from relax_events.config.base import DERIVED, OrDerived, Section
+from relax_events.config.outside import FilePath
 
 
 class CriticConfig(Section):
@@ -15,7 +15,7 @@ class CriticConfig(Section):
     norm, budget of a micro-batch, checkpoints) is as in `trainer`, what concerns the model as in `model`.
     """
 
-    model_path: Path | None = None
+    model_path: FilePath | None = None
     """Folder of the model that the critic begins as, with a new scalar head; left out, it is the policy's own, `model.path`."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
     """AdamW's learning rate; left out, it is `trainer.learning_rate`."""
@@ -23,5 +23,5 @@ class CriticConfig(Section):
     """How far from its recorded value a new value is rewarded for moving in a step; 0 for no such bound."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """The run's first steps, in which only the critic learns: the policy's learning rate is 0, and its own warm-up begins after them."""
-    threads: Annotated[int, Field(ge=0)] = 1
-    """CPU threads; 0 leaves the choice to torch."""
+    threads: OrDerived[Annotated[int, Field(ge=0)]] = DERIVED
+    """CPU threads; 0 leaves the choice to torch. Derived as `trainer.threads`."""

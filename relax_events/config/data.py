@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from relax_events.config.base import Positive, Section
+from relax_events.config.outside import Addresses, Code, FilePath, Names, Options, Text, Texts
 
 LEARNT_KEYS = ("completion_key", "conversation_key", "chosen_key", "rejected_key")
 """Name the columns that are learnt as they stand."""
@@ -17,49 +17,53 @@ LEARNT_KEYS = ("completion_key", "conversation_key", "chosen_key", "rejected_key
 class RowsConfig(Section):
     """Where rows come from and which of their columns are what."""
 
-    source: str
+    source: Annotated[str, Names.DATA]
     """`jsonl:<file>` (also .gz, .zst and .bz2), `parquet:<file or folder>`, `reasoning_gym:<task>` for generated problems with their own
     verifier, or for media that are made on demand `scenes:<task>` (pictures: colour, count, where, and zoom for the environment of this name),
     `clips:<task>` (direction, order) or `tones:<task>` (pitch, order). `[100:200]` at the end takes a slice of a file's rows, counted from 0,
     the last one not included."""
-    split: str = ""
+    split: Text = ""
     """Of a folder in Hugging Face layout: take the files of this split only, such as `train`; empty takes all."""
-    prompt_key: str = "prompt"
+    prompt_key: Text = "prompt"
     """Column that holds the prompt: a string, or a list of chat messages. Dots lead into objects, here and in the other keys."""
-    prompt_template: str = ""
+    prompt_template: Text = ""
     """In place of `prompt_key`, a text that the prompt is made from: `{name}` stands for a column, which holds a string, a number, or a list of
     strings, one a line. `"<image>{problem}"` puts a picture before a question that does not say where it stands."""
-    completion_key: str = ""
+    completion_key: Text = ""
     """Column that holds the answer to learn: a string, or the messages that follow the prompt. Without it the reference answer is learnt."""
-    conversation_key: str = ""
+    conversation_key: Text = ""
     """Column that holds a whole conversation to learn from: a list of chat messages, in place of prompt and completion."""
     train_on: Literal["all", "last"] = "all"
     """Which of a conversation's assistant messages are learnt."""
-    chosen_key: str = ""
+    chosen_key: Text = ""
     """Column that holds the better answer of a pair: a string, or messages, with or without those of the prompt before them."""
-    rejected_key: str = ""
+    rejected_key: Text = ""
     """Column that holds the worse one. With an empty `prompt_key` the prompt is what both begin with."""
-    answer_key: str = "answer"
+    answer_key: Text = "answer"
     """Column that holds the reference answer for the reward; empty where there is none, as is usual where the row brings what is learnt."""
-    metadata_keys: tuple[str, ...] | None = None
+    metadata_keys: Texts | None = None
     """Columns that reach the reward function as metadata; without it all that are not prompt, answer or tools."""
-    multimodal_keys: dict[Literal["image", "audio", "video"], str] = Field(default_factory=dict)
+    multimodal_keys: Annotated[dict[Literal["image", "audio", "video"], str], Names.NOTHING] = Field(default_factory=dict)
     """Columns that hold media, by modality: `{ image = "images" }`. Each `<image>`, `<audio>` or `<video>` in the prompt stands for one piece
     of its column, in order. A column holds one or a list: paths, web addresses, bytes, data URIs, or objects with `bytes` or `path` as
     Hugging Face datasets have them; beside the path of a tar file, `member` names a file in it."""
-    media_root: Path | None = None
+    media_root: FilePath | None = None
     """Folder in which the paths in those columns begin, and outside of which nothing is read; without it a row can't name files."""
-    media_hosts: tuple[str, ...] = ()
+    media_hosts: Addresses = ()
     """Hosts whose web addresses those columns may hold; empty means none. Their addresses must be public ones."""
-    tools_key: str = ""
+    tools_key: Text = ""
     """Column that holds the tools that the chat template shows to the model: a list of JSON schemas."""
-    system_prompt: str = ""
+    system_prompt: Text = ""
     """Put before every prompt as a system message, when not empty."""
     max_bad_rows: Annotated[int, Field(ge=0)] = 0
     """Unfit rows that are left out, each named in the log; with one more than that the run does not start."""
+    max_unpacked_bytes: Positive = 256 * 1024**3
+    """Of a compressed JSON-lines file: what it may take on the disk (folder for temporary files) while the run reads it."""
+    max_unpacked_ratio: Positive = 200
+    """How many times its own size it may take there. Text comes to 3 to 30 times; a file that was made to fill disks to 1,000 and more."""
     size: Positive = 1000
     """Number of generated problems (generated sources only)."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Options = Field(default_factory=dict)
     """Passed to the problem generator (generated sources only)."""
 
     @model_validator(mode="before")
@@ -95,13 +99,13 @@ class DatasetConfig(RowsConfig):
 class DataConfig(RowsConfig):
     """The prompts: either one source, by the keys below, or several in `[[data.datasets]]`."""
 
-    source: str = ""
+    source: Annotated[str, Names.DATA] = ""
     """See `[[data.datasets]]`, whose other keys stand here as well where the run has one source."""
     chat_template: bool = True
     """Render by the tokenizer's chat template; false takes the prompt as it stands."""
-    chat_template_file: Path | None = None
+    chat_template_file: FilePath | None = None
     """A Jinja file to take in place of the tokenizer's own template."""
-    chat_template_options: dict[str, Any] = Field(default_factory=dict)
+    chat_template_options: Annotated[dict[str, Any], Names.NOTHING] = Field(default_factory=dict)
     """Variables for the template, such as `enable_thinking = false`."""
     shuffle: bool = True
     """A new order each epoch, derived from the run's seed."""
@@ -113,7 +117,7 @@ class DataConfig(RowsConfig):
     """Rows whose prompt and longest answer are longer together are passed over, where the data bring the answers; 0 takes any."""
     pass_rate: tuple[float, float] | None = None
     """Pass over a prompt whose newest mean reward lies outside of [low, high]; prompts that were never trained are taken."""
-    hook: str = ""
+    hook: Code = ""
     """`path/to/file.py:function` that gives each row a place in the order, or drops it."""
     hook_block_rows: Positive = 256
     """Rows of the stream among which the hook's order chooses."""

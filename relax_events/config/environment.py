@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field
 
 from relax_events.config.base import Positive, Seconds, Section
+from relax_events.config.outside import Code, Options
 
 
 class EnvironmentConfig(Section):
     """What the policy talks with: a function that is asked after each of its answers (ADR 17). Without one a sample is one answer."""
 
-    function: str = ""
+    function: Code = ""
     """A name in the entry point group `relax_events.environments`, such as `zoom`, or `path/to/file.py:function`; empty for none."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Options = Field(default_factory=dict)
     """Settings of the function: further keyword arguments that it takes."""
     max_answers: Positive = 4
     """Answers of the policy in one sample; after the last the environment is not asked. `engine.sampling.max_new_tokens` bounds all of them

@@ -10,13 +10,14 @@ from pydantic import Field, model_validator
 from relax_events.config.base import Positive, Seconds, Section
 from relax_events.config.data import RowsConfig
 from relax_events.config.generation import SamplingConfig
+from relax_events.config.outside import Names
 from relax_events.config.reward import RewardConfig
 
 
 class EvaluationDatasetConfig(RowsConfig):
     """A dataset that policy versions are evaluated on, whole and in order."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,47}$")]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,47}$"), Names.NOTHING]
     """Names its figures."""
     samples_per_prompt: Positive = 1
     """Samples drawn for each prompt."""

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from relax_events.config.base import Positive, Section
+from relax_events.config.base import DERIVED, OrDerived, Positive, Section
 from relax_events.config.generation import EngineConfig, ModelConfig, SamplingConfig
+from relax_events.config.outside import FilePath, Names, Text
 
 if TYPE_CHECKING:
     from relax_events.config.sections import RunConfig
@@ -43,15 +44,15 @@ class JudgeConfig(Section):
     What is asked stands in `reward.options`: `template`, `rubric` and `max_score`, as for `genrm` with the `url` of a server.
     """
 
-    model_path: Path | None = None
+    model_path: FilePath | None = None
     """A folder in Hugging Face layout: config, safetensors, tokenizer with a chat template. It need not have the policy's tokenizer."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights."""
-    device: str = "auto"
+    dtype: OrDerived[Literal["float32", "bfloat16"]] = DERIVED
+    """Type of the weights. Derived: that of its checkpoint."""
+    device: Text = "auto"
     """`auto` takes a GPU where there is one, else the CPU."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of the model."""
-    chat_template_options: dict[str, Any] = Field(default_factory=dict)
+    chat_template_options: Annotated[dict[str, Any], Names.NOTHING] = Field(default_factory=dict)
     """Variables for its chat template, such as `enable_thinking = false`."""
     unreadable: Literal["fail", "zero"] = "fail"
     """What becomes of a sample whose judgement holds no score in range: scoring it has failed, or its reward is 0."""

@@ -12,11 +12,13 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from relax_events.config.addresses import refuse_logins, secret_in
 from relax_events.config.broker import SECRET_CLIENT_KEYS, secret_remedy
 from relax_events.config.sections import RunConfig
 from relax_events.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "RELAX_"
+DATA_SUFFIXES = (".jsonl", ".parquet", ".arrow")
 HOUSE_FORM = {
     "Input should be": "must be",
     "String should match pattern": "must match",
@@ -56,6 +58,7 @@ def load_run_config(path: Path, overrides: Iterable[str] = (), environment: Mapp
             raise ConfigError(f"override {shown(override)!r} is not of the form section.key=value; for example run.seed=1")
         _place(tree, key.strip().split("."), value.strip(), override)
     _refuse_secrets(tree)
+    refuse_logins(tree)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -63,15 +66,21 @@ def load_run_config(path: Path, overrides: Iterable[str] = (), environment: Mapp
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if path.suffix in DATA_SUFFIXES:
+        remedy = "give a run file, in TOML, whose data.source names it; for example configs/quickstart.toml"
+        raise ConfigError(f"{path} holds rows of data and is no run file; {remedy}")
     try:
         text = path.read_text()
-        return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError(f"run file {path} does not exist; give the path of a TOML file, for example configs/quickstart.toml") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"run file {path} can't be read: {error}") from None
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # TOML's, JSON's, or a number without end
         raise ConfigError(f"run file {path} is not {path.suffix.lstrip('.').upper() or 'TOML'}: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"run file {path} must hold sections, got a {type(tree).__name__}; for example configs/quickstart.toml")
+    return tree
 
 
 def _refuse_secrets(tree: Mapping[str, Any]) -> None:
@@ -92,7 +101,8 @@ def _dotted(table: Any) -> Iterator[str]:
 
 def shown(text: str) -> str:
     """Return an argument as it may be shown in an error: nothing of one that may hold a secret."""
-    return "(hidden: it names a secret)" if any(word in text.lower() for word in ("password", "secret", "passphrase", "ssl.key")) else text
+    names_secret = any(word in text.lower() for word in ("password", "secret", "passphrase", "ssl.key"))
+    return "(hidden: it names a secret)" if names_secret or secret_in(text) else text
 
 
 def _place(tree: dict[str, Any], keys: list[str], text: str, origin: str) -> None:
@@ -107,7 +117,7 @@ def read_value(text: str) -> Any:
     """Return what a value on the command line or in the environment means: what it is in TOML, or else the text itself."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

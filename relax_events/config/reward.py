@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from relax_events.config.addresses import is_in_clear
 from relax_events.config.base import Positive, Seconds, Section
+from relax_events.config.outside import Code, Names, Options, Text
 
+MAX_PROCESSES = 8
+TOKEN_VARIABLE = re.compile(r"(JUDGE|REWARD|RELAX)_([A-Z0-9]+_)*TOKEN")
+"""Names of environment variables whose values a reward function may send to its service without being listed."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class ChosenReward(Section):
     """A reward function with its settings."""
 
-    function: str = "exact_match"
+    function: Code = "exact_match"
     """A name that `relax rewards list` knows, or `path/to/file.py:function`."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Options = Field(default_factory=dict)
     """Settings of the function: further keyword arguments that it takes. `relax rewards show NAME` lists them."""
-    weights: dict[str, Finite] = Field(default_factory=dict)
+    weights: Annotated[dict[str, Finite], Names.NOTHING] = Field(default_factory=dict)
     """Makes the reward of the function's components: the sum of each named one times its weight. Empty leaves it to the function."""
 
 
@@ -29,16 +36,47 @@ class RewardConfig(ChosenReward):
     routes: dict[str, ChosenReward] = Field(default_factory=dict)
     """Other functions for the samples of other sources: tables by the value that `route_key` has in a sample's metadata, each with
     `function`, `options` and `weights`. All other samples go to the function above."""
-    route_key: str = "data_source"
+    route_key: Text = "data_source"
     """Key of the metadata that chooses among `routes`."""
     timeout_seconds: Seconds = 10.0
     """A call that takes longer is killed and counted as failed."""
-    processes: Positive = 1
-    """Child processes that run the function."""
+    processes: Annotated[int, Field(ge=0)] = 0
+    """Child processes that run the function; 0 takes one for each core that this process may use, up to 8."""
     concurrency: Positive = 16
     """Calls that one child process has under way at a time when the function is `async def`; others run one after the other."""
     memory_bytes: Positive = 4 * 1024**3
     """Address space that one child process may take."""
+    environment: Annotated[tuple[str, ...], Names.VARIABLE] = ()
+    """Names of environment variables that the function may read. The child process that runs it finds these, those that its options name
+    (`token_variable`), and what is no secret: where programs and caches lie. Everything else stays with the worker. An option may name a variable
+    that stands here, or one like `JUDGE_TOKEN`, `REWARD_MATH_TOKEN` or `RELAX_TOKEN`; its value is never sent unencrypted to another machine."""
+
+    @model_validator(mode="after")
+    def _sends_only_tokens(self) -> RewardConfig:
+        for one in self.chosen.values():
+            for key, value in one.options.items():
+                if key.endswith("_variable") and value:
+                    self._check_variable(key, str(value), one.options)
+        return self
+
+    def _check_variable(self, key: str, name: str, options: Mapping[str, Any]) -> None:
+        if name not in self.environment and not TOKEN_VARIABLE.fullmatch(name):
+            rule = f"options.{key} = {name!r} names an environment variable whose value is sent to a service"
+            raise ValueError(f"{rule}; take a name such as JUDGE_TOKEN or REWARD_MATH_TOKEN, or list this one in the section's environment")
+        if url := next((value for value in options.values() if isinstance(value, str) and "://" in value and is_in_clear(value)), None):
+            rule = f"options.{key} = {name!r} would be sent unencrypted to {url}"
+            raise ValueError(f"{rule}; take an https address, one of this machine (127.0.0.1), or leave {key} out")
+
+    @property
+    def num_processes(self) -> int:
+        """Child processes on this machine."""
+        return self.processes or min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """Names of the environment variables that the functions may read."""
+        options = (option for one in self.chosen.values() for option in one.options.items())
+        return frozenset({*self.environment, *(str(value) for name, value in options if name.endswith("_variable") and value)})
 
     @property
     def chosen(self) -> Mapping[str | None, ChosenReward]:

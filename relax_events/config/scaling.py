@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from relax_events.config.base import Positive, Seconds, Section
+from relax_events.config.outside import FilePath, Listener
 
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
@@ -61,16 +61,17 @@ class ScalingConfig(Section):
 
     api: Literal["auto", "on", "off"] = "auto"
     """Whether the controller serves the API; `auto` does where the extra `api` is installed."""
-    host: str = "127.0.0.1"
+    host: Listener = "127.0.0.1"
     """Address on which it does."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the same; 0 takes a free one, which `relax scale` finds in the run's folder."""
-    token_file: Path | None = None
+    token_file: FilePath | None = None
     """File that holds the token without which no call is answered; by default one is made in the run's folder, as `api-token`."""
     max_workers: Positive = 32
     """How many workers of a role may be asked for."""
-    timeout_seconds: Seconds = 300.0
-    """How long workers that were asked for may take until they serve, unless the request says otherwise."""
+    timeout_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """How long workers that were asked for may take until they serve, unless the request says otherwise; 0 stands for as long as a worker of the role
+    may take to start (`health.start_seconds`), and its server to load the newest version."""
     on_partial: Literal["rollback", "keep"] = "rollback"
     """What becomes of the other workers of a request when one of them does not come up: they go as well, or stay."""
     autoscaler: AutoscalerConfig = AutoscalerConfig()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from relax_events.config.algorithm import AlgorithmConfig
 from relax_events.config.answers import DATASET_ENGINE, check_answers, with_group_size
-from relax_events.config.base import Positive, Seconds, Section
+from relax_events.config.base import DERIVED, OrDerived, Positive, Seconds, Section
 from relax_events.config.broker import BrokerConfig, ObjectsConfig
 from relax_events.config.critic import CriticConfig
 from relax_events.config.data import DataConfig
@@ -17,6 +17,7 @@ from relax_events.config.environment import EnvironmentConfig
 from relax_events.config.evaluation import EvaluationConfig
 from relax_events.config.generation import EngineConfig, ModelConfig
 from relax_events.config.judge import JUDGED, JudgeConfig, check_judge
+from relax_events.config.outside import Address, FilePath, Listener, Names, Text
 from relax_events.config.reward import RewardConfig
 from relax_events.config.scaling import ScalingConfig
 from relax_events.config.teacher import TeacherConfig
@@ -30,7 +31,7 @@ RUN_ID_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?$"
 class RunSection(Section):
     """What is trained for how long, and how stale a sample may be."""
 
-    id: Annotated[str, Field(pattern=RUN_ID_PATTERN)]
+    id: Annotated[str, Field(pattern=RUN_ID_PATTERN), Names.NOTHING]
     """Names the run: its topics start with `relax.<id>.`, its files lie in `<directory>/runs/<id>`."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seeds data order, sampling and initialisation."""
@@ -53,7 +54,9 @@ class RunSection(Section):
     """The run stops with an error after so many prompt groups failed in a row."""
     retain_versions: Annotated[int, Field(ge=0)] = 0
     """How many of the newest policy versions keep their records on the log; 0 keeps all, so that every version can be replayed."""
-    directory: Path = Path(".relax")
+    follower_versions: Annotated[int, Field(ge=0)] = 200
+    """How many versions more keep their trained samples while a run that replays this one (`source.run`) has not trained them; 0 keeps none."""
+    directory: FilePath = Path(".relax")
     """Where runs, models and the embedded broker keep their files."""
 
     @model_validator(mode="after")
@@ -87,22 +90,28 @@ class WorkersConfig(Section):
     """Judge workers (when `judge.model_path` is given)."""
     advantage: Positive = 1
     """Advantage workers."""
-    drain_seconds: Seconds = 20.0
-    """How long a worker may take to finish its work after SIGTERM."""
+    drain_seconds: OrDerived[Seconds] = DERIVED
+    """How long a worker may take to finish its work after SIGTERM. Derived: the time of `engine.sampling.max_new_tokens` at 20 tokens a second,
+    at least 20 s and at most `health.stuck_seconds`."""
     beat_seconds: Seconds = 1.0
     """Interval of heartbeats."""
-    hung_seconds: Seconds = 60.0
-    """A worker whose work loop has not beaten for so long is killed and started again."""
-    max_restarts: Annotated[int, Field(ge=0)] = 10
-    """Restarts of one worker within a minute before the run is given up."""
+    hung_seconds: Seconds = 600.0
+    """A worker that has sent no heartbeat for so long is killed and started again. Inside a long call heartbeats go on, and the call has a
+    deadline of its own: see `health`."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """Restarts in a row of a worker that dies without progress: no record of its own is finished and no train step committed in between. At the
+    next such death the run ends with the worker's error; an elastic worker is given up alone."""
 
 
 class HealthConfig(Section):
     """What the controller does about workers that are silent (`workers.hung_seconds`), stuck or slow to start (ADR 13)."""
 
     stuck_seconds: Seconds = 900.0
-    """A worker that has work and does not get on with it for so long is started again; if nobody has had any for so long, the run is restored."""
-    start_seconds: Seconds = 1800.0
+    """A worker that has work and does not get on with it for so long is started again; if nobody has had any for so long, the run is restored.
+    Also the deadline of one piece of work: a micro-batch, an optimizer step, one part of a record batch."""
+    transfer_seconds: Seconds = 3600.0
+    """How long writing or reading a whole model may take: a version of the weights, or a checkpoint."""
+    start_seconds: Seconds = 3600.0
     """How long a worker may take to start, which is mostly to load its model."""
     max_restarts: Positive = 3
     """Restarts of a worker that may be in vain before the run is restored: all workers of the pipeline begin anew from checkpoint and log."""
@@ -119,18 +128,18 @@ class TelemetryConfig(Section):
     """Least severe log event that is written."""
     log_format: Literal["auto", "json", "console"] = "auto"
     """`auto` writes for people on a terminal and JSON elsewhere."""
-    metrics_host: str = "127.0.0.1"
+    metrics_host: Listener = "127.0.0.1"
     """Address on which a worker serves `/metrics`, `/healthz` and `/readyz`."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the same; 0 takes a free one and logs it. Above 0 it is that of the first worker on a machine: `relax run` gives the
     others the ports behind it, and so do the ranks of a trainer."""
-    trackers: tuple[str, ...] = ("tensorboard",)
+    trackers: Annotated[tuple[str, ...], Names.CODE] = ("tensorboard",)
     """Where the metrics role writes figures besides `metrics.jsonl`: `tensorboard`, `wandb`, `clearml`, `mlflow` (the last three are extras of
     these names), or one's own as `path/to/file.py:Class`."""
-    notice_urls_file: Path | None = None
+    notice_urls_file: FilePath | None = None
     """File with the Apprise URLs that are told of the run's start, end, failures and recoveries, one a line (extra `notices`); they are
     secrets. In the environment `RELAX_NOTICE_URLS`."""
-    tracker_project: str = "relax-events"
+    tracker_project: Text = "relax-events"
     """What trackers gather runs under: project or experiment."""
     traces: TracesConfig = TracesConfig()
 
@@ -154,7 +163,7 @@ class SourceSection(Section):
     Versions are counted on from the source's, so a run from version 30 begins with train step 30.
     """
 
-    run: Annotated[str, Field(pattern=rf"{RUN_ID_PATTERN}|^$")] = ""
+    run: Annotated[str, Field(pattern=rf"{RUN_ID_PATTERN}|^$"), Names.NOTHING] = ""
     """Id of the source, on the same cluster."""
     rollouts: Literal["recorded", "live"] = "recorded"
     """`recorded`: a replay, which trains the batches that the source's log names. `live`: a fork, which generates its own."""
@@ -164,8 +173,11 @@ class SourceSection(Section):
     """Version at which a replay has reached its goal; -1 is the end of the source's log."""
     follow: bool = False
     """A second learner: a replay that goes on as the source goes on, and ends after it."""
-    scores: str = ""
+    scores: Text = ""
     """Train a replay on these scores of a rescoring instead of the recorded rewards."""
+    objects_uri: Address = ""
+    """Where the source's objects lie, which `relax runs replay` and `relax runs fork` fill in; empty stands for where they would lie if the source
+    had this run file. What the source's log says must agree."""
     from_row: Annotated[int, Field(ge=0)] = 0
     """Row of the prompt stream with which a fork goes on."""
 
@@ -205,8 +217,8 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _take_group_size(cls, given: Any) -> Any:
-        return with_group_size(given)
+    def _take_group_size(cls, given: Any, info: ValidationInfo) -> Any:
+        return with_group_size(given, info)
 
     @model_validator(mode="after")
     def _answers_are_there(self) -> RunConfig:
@@ -256,6 +268,9 @@ class RunConfig(Section):
             if engine.name == "sglang" and stuck <= (needed := engine.sglang.stall_seconds + engine.sglang.start_seconds):
                 rule = f"health.stuck_seconds must be above {needed:g}, got {stuck:g}: for {section}.sglang.stall_seconds + start_seconds its server"
                 raise ValueError(f"{rule} may be started again while samples wait; set health.stuck_seconds")
+            if 0 < self.scaling.timeout_seconds < engine.start_limit_seconds:
+                rule = f"must be 0 or >= {engine.start_limit_seconds:g}, got {self.scaling.timeout_seconds:g}"
+                raise ValueError(f"scaling.timeout_seconds {rule}: its server may take so long to start and load ({section}.sglang.start_seconds)")
         return self
 
     @model_validator(mode="after")
@@ -296,6 +311,11 @@ class RunConfig(Section):
         return self.engine.name if self.algorithm.has_rewards else DATASET_ENGINE
 
     @property
+    def num_lanes(self) -> int:
+        """Prompt groups that one rollout worker holds at a time."""
+        return self.engine.num_lanes(samples_per_prompt=self.run.samples_per_prompt)
+
+    @property
     def first_version(self) -> int:
         """The policy version that the run begins with."""
         return self.source.from_version if self.source.run else 0
@@ -323,8 +343,10 @@ class RunConfig(Section):
 
     @property
     def objects_uri(self) -> str:
-        """The object store, with the default filled in."""
-        return self.objects.uri or (self.run_directory.resolve() / "objects").as_uri()
+        """Where this run's objects lie, with the default filled in."""
+        if not self.objects.uri:
+            return (self.run_directory.resolve() / "objects").as_uri()
+        return f"{self.objects.uri.rstrip('/')}/{self.run.id}" if self.objects.by_run else self.objects.uri
 
     def roles(self) -> dict[str, int]:
         """Every role that this run needs, with the number of its workers."""

@@ -7,23 +7,24 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from relax_events.config.base import Section
+from relax_events.config.base import DERIVED, OrDerived, Section
 from relax_events.config.generation import ModelConfig
+from relax_events.config.outside import FilePath, Text
 
 
 class TeacherConfig(Section):
     """The teacher of a distillation, which `algorithm.distill_coefficient` above 0 asks for. Its tokenizer must be the policy's."""
 
-    model_path: Path | None = None
+    model_path: FilePath | None = None
     """A folder in Hugging Face layout: config, safetensors, tokenizer."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights."""
-    device: str = "auto"
+    dtype: OrDerived[Literal["float32", "bfloat16"]] = DERIVED
+    """Type of the weights. Derived: that of its checkpoint."""
+    device: Text = "auto"
     """`auto` takes a GPU where there is one, else the CPU."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of the model."""
-    threads: Annotated[int, Field(ge=0)] = 1
-    """CPU threads of the role; 0 leaves the choice to torch."""
+    threads: OrDerived[Annotated[int, Field(ge=0)]] = DERIVED
+    """CPU threads of the role; 0 leaves the choice to torch. Derived as `trainer.threads`."""
 
     def as_model(self, path: Path) -> ModelConfig:
         """Return the teacher as code takes it that loads any model."""

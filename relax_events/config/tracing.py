@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field
 
 from relax_events.config.base import Section
+from relax_events.config.outside import Names
 
 
 def _is_address(endpoint: str) -> str:
@@ -22,7 +23,7 @@ def _is_address(endpoint: str) -> str:
 class TracesConfig(Section):
     """OpenTelemetry spans of prompt groups and train steps (extra `tracing`)."""
 
-    endpoint: Annotated[str, AfterValidator(_is_address)] = ""
+    endpoint: Annotated[str, AfterValidator(_is_address), Names.ADDRESS] = ""
     """Where a collector takes OTLP over HTTP, such as `http://127.0.0.1:4318/v1/traces`; empty traces nothing. Headers and certificates are given
     by OpenTelemetry's own variables, `OTEL_EXPORTER_OTLP_HEADERS` and `OTEL_EXPORTER_OTLP_CERTIFICATE`."""
     ratio: Annotated[float, Field(ge=0, le=1)] = 1.0

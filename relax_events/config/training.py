@@ -6,18 +6,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from relax_events.config.base import Positive, Seconds, Section
+from relax_events.config.base import DERIVED, OrDerived, Positive, Seconds, Section
+from relax_events.config.outside import Code, Text
 
 
 class TrainerConfig(Section):
     """The optimizer and what surrounds it."""
 
-    backend: str = "torch"
+    backend: Code = "torch"
     """Entry point in the group `relax_events.trainer_backends`, or `path/to/file.py:Class`."""
     ranks: Positive = 1
-    """Data-parallel processes; above 1 they are started by torchrun."""
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
-    """AdamW's learning rate."""
+    """Data-parallel processes on this machine."""
+    learning_rate: OrDerived[Annotated[float, Field(gt=0)]] = DERIVED
+    """AdamW's learning rate. Derived: 1e-6, for training all parameters of a pretrained model; 1e-3 for a model that `[model.tiny]` makes."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate grows linearly from 0."""
     schedule: Literal["constant", "linear"] = "constant"
@@ -30,18 +31,39 @@ class TrainerConfig(Section):
     """AdamW's decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are scaled down to this norm."""
-    max_tokens_per_micro_batch: Positive = 8192
-    """Token budget of one packed micro-batch."""
+    max_abs_advantage: Annotated[float, Field(gt=0)] = 10_000.0
+    """A sample whose advantage is larger at any token, either way, is refused, and its prompt group fails."""
+    max_steps_not_finite: Positive = 3
+    """So many train steps in a row whose loss or gradient is not finite end the run. Each of them skips its update:
+    the next version has the same weights."""
+    max_tokens_per_micro_batch: OrDerived[Positive] = DERIVED
+    """Budget of one micro-batch in cells: its tokens, and where samples can't share rows their padding too. A longer sample stands alone.
+    Derived: the memory of the trainer, less parameters, gradients, optimizer and the other models there, divided by the
+    activations of a cell; at most 16,384 on a GPU and 8,192 on the CPU."""
     share_prompts: bool = True
     """Compute a prompt once for the samples of its group in a micro-batch, where that is cheaper; the same within rounding."""
     checkpoint_every: Positive = 50
-    """Steps between checkpoints; between them recovery replays the log."""
+    """Steps between checkpoints at most; between them recovery replays the log."""
+    checkpoint_seconds: Seconds = 900.0
+    """Time between checkpoints, as far as steps allow: one is also begun at the end of the first step that ends so long after the last one began.
+    So recovery replays about as much work, however long a step takes."""
     keep_checkpoints: Positive = 2
     """Newest checkpoints that are kept."""
-    threads: Annotated[int, Field(ge=0)] = 1
-    """CPU threads of a rank; 0 leaves the choice to torch."""
-    collective_timeout_seconds: Seconds = 120.0
-    """Deadline of a collective between ranks."""
+    threads: OrDerived[Annotated[int, Field(ge=0)]] = DERIVED
+    """CPU threads of a rank, and of scorers; 0 leaves the choice to torch. Derived: the processors, divided among the workers that compute on
+    this machine."""
+    collective_timeout_seconds: Seconds = 1800.0
+    """Deadline of a collective between ranks: longer than the slowest rank needs for its part of a step and rank 0 for writing a version.
+    A rank that dies is noticed at once, whatever this says."""
+
+    def checkpoint_is_due(self, policy_version: int, *, seconds: float) -> bool:
+        """Tell whether a checkpoint of a version is to be written.
+
+        Args:
+            policy_version: The newest.
+            seconds: Since the last one was begun, or since the process has taken up training.
+        """
+        return policy_version % self.checkpoint_every == 0 or seconds >= self.checkpoint_seconds
 
 
 class WarmStartConfig(Section):
@@ -55,6 +77,6 @@ class WarmStartConfig(Section):
     """Problems in a supervised step."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-3
     """AdamW's learning rate in the supervised steps."""
-    answers_key: str = ""
+    answers_key: Text = ""
     """Where the run has an environment: what of a row's metadata lists the answers that a policy would give one after the other. The environment is
     asked between them, and all of them are learnt. Empty learns the reference answer, as the only one."""

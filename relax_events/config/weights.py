@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from relax_events.config.base import Seconds, Section
+from relax_events.config.outside import Listener
 
 
 class WeightsConfig(Section):
@@ -22,7 +23,14 @@ class WeightsConfig(Section):
     full_every: Annotated[int, Field(ge=1, le=1000)] = 1
     """Every so many versions the store gets all values, and in between only those that have changed since the version before; 1 writes all of
     them always. For weights of 16 bits, where a step changes few values. Costs a copy of the weights in the memory of each who writes or reads."""
-    host: str = "127.0.0.1"
+    keep_newest: Annotated[int, Field(ge=0)] = 0
+    """How many of the newest versions keep their weights in the store. At least twice the slots of the ring (`run.max_staleness` + 2) are kept,
+    which is what 0 means: a version of a 4B model is 8 GB."""
+    keep_every: Annotated[int, Field(ge=0)] = 0
+    """Besides the newest, versions whose number this divides keep their weights; 0 keeps none so."""
+    keep_best: Annotated[int, Field(ge=0)] = 0
+    """Besides the newest, so many versions keep their weights that have the highest mean reward over the datasets of `evaluation`."""
+    host: Listener = "127.0.0.1"
     """Address of the trainer's machine, on which it listens for engines; the workers of other machines need one that they can reach."""
     bucket_bytes: Annotated[int, Field(ge=64, multiple_of=64)] = 16 * 1024 * 1024
     """Bytes that are sent at a time."""

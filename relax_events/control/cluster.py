@@ -12,10 +12,8 @@ from relax_events.broker.connection import Connection
 from relax_events.broker.credentials import as_principal
 from relax_events.broker.embedded import EmbeddedBroker
 from relax_events.config import BrokerConfig, RunConfig, load_run_config
-from relax_events.control.address import ANSWER_SECONDS, OPERATOR
+from relax_events.control.address import ANSWER_SECONDS, EMBEDDED, OPERATOR, keep_up, reached
 from relax_events.errors import BrokerUnavailable, ConfigError
-
-EMBEDDED = "embedded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,33 +46,42 @@ class Cluster:
     def _embedded(self) -> EmbeddedBroker | None:
         return EmbeddedBroker(self.directory / "broker") if self.broker.bootstrap_servers == EMBEDDED else None
 
+    @property
+    def reached(self) -> BrokerConfig:
+        """The broker table, with the address of an embedded broker filled in and where its password lies.
+
+        Raises:
+            BrokerUnavailable: The embedded broker was never started.
+        """
+        embedded = self._embedded
+        return self.broker if embedded is None else reached(self.broker, embedded.bootstrap_servers, embedded.password_file)
+
     def connection(self, *, name: str) -> Connection:
-        """Return how to reach a broker that has answered.
+        """Return how to reach a broker that has answered; the embedded one is kept up by `running`.
 
         Raises:
             BrokerUnavailable: It does not run or does not answer; the text says where and what to do.
         """
-        embedded, broker = self._embedded, self.broker
-        if embedded is not None:
-            if not embedded.is_running:
-                where = self.directory / "broker"
-                remedy = f"start it with: relax broker start --directory {where}; or give --bootstrap-servers or --config"
-                raise BrokerUnavailable(f"the embedded broker in {where} does not run; {remedy}")
-            broker = broker.model_copy(update={"bootstrap_servers": embedded.bootstrap_servers})
+        broker = self.reached
         run_id = self.run_file.run.id if self.run_file else "relax"  # of a secured run, whose rights end with its prefix
         connection = Connection.of(broker, client_id=f"{run_id}.{name}")
         Admin(connection).ping(timeout_seconds=min(ANSWER_SECONDS, broker.request_timeout_seconds))
         return connection
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Start the embedded broker if it is needed and does not run, and stop it again at the end."""
-        embedded = self._embedded
-        if embedded is None or embedded.is_running:
+    def running(self, *, by: str) -> Iterator[None]:
+        """Keep the embedded broker up while the block runs; nothing happens for a cluster.
+
+        Args:
+            by: The command that needs it, for the record.
+        Raises:
+            BrokerUnavailable: The directory has no broker; the text says what else can be given.
+        """
+        if (embedded := self._embedded) is None:
             yield
             return
-        embedded.start()
-        try:
+        if embedded.state is None:
+            rule = f"no broker was ever started in {embedded.directory}, so there is no run to look at"
+            raise BrokerUnavailable(f"{rule}; give --directory, --bootstrap-servers or a run file")
+        with keep_up(embedded, by=by):
             yield
-        finally:
-            embedded.stop()

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord, Record
 from relax_events.control.run_log import RunLog
-from relax_events.errors import ConfigError
+from relax_events.errors import BrokerError, BrokerUnavailable, ConfigError
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import SAMPLE_TOPICS
+from relax_events.topics.plan import QUEUE_TOPICS, SAMPLE_TOPICS
+from relax_events.topics.rights import ROLE_RIGHTS
 
 SUFFIX = ".dead-letters"
 ORIGIN_HEADERS = ("origin-topic", "origin-partition", "origin-offset")
@@ -23,6 +24,7 @@ OUR_HEADERS = frozenset({*ORIGIN_HEADERS, "error-class", "error-text", "worker-i
 RESOLVES, RESOLUTION, REASON = "resolves", "resolution", "resolution-reason"
 REQUEUED, DROPPED = "requeued", "dropped"
 NAME_PATTERN = re.compile(r"([a-z0-9-]+)@([0-9]{1,18})")
+NUMBER_PATTERN = re.compile("[0-9]{1,18}")
 MARK_PATTERN = re.compile(r"0@([0-9]{1,18})")
 RECORDS_AT_ONCE, BYTES_AT_ONCE = 256, 32 * 1024**2
 
@@ -95,8 +97,8 @@ def letter_of(role: str, record: Record) -> DeadLetter:
         record.key,
         len(record.value),
         text("origin-topic", ""),
-        int(partition) if partition.isdecimal() else -1,
-        int(offset) if offset.isdecimal() else -1,
+        int(partition) if NUMBER_PATTERN.fullmatch(partition) else -1,
+        int(offset) if NUMBER_PATTERN.fullmatch(offset) else -1,
         text("error-class", ""),
         text("error-text", ""),
         text("worker-id", ""),
@@ -166,11 +168,13 @@ def requeue(log: RunLog, letters: Sequence[DeadLetter], producer: RecordProducer
     in between leaves letters open whose records were written: requeueing them is as harmless.
 
     Raises:
-        ConfigError: A letter names an origin that no role of this run works off. Nothing was written.
+        ConfigError: A letter names an origin that its role does not read, or that holds other bytes or none. Nothing was written.
     """
     for letter in letters:
         require_origin(letter, log.plan)
     chosen = {(log.plan.topic(f"{letter.role}{SUFFIX}"), letter.offset): letter for letter in letters}
+    for records in batched(_values(log, chosen)):
+        _require_same(log, records)
     for records in batched(_values(log, chosen)):
         producer.write(untouched(record) for record, _ in records)
         producer.write(mark(log.plan, letter, REQUEUED) for _, letter in records)
@@ -184,15 +188,35 @@ def drop(log: RunLog, letters: Sequence[DeadLetter], producer: RecordProducer, *
 
 
 def require_origin(letter: DeadLetter, plan: TopicPlan) -> None:
-    """Refuse a letter whose record can't go back; headers can be forged.
+    """Refuse a letter whose record can't go back: its role may forge headers, and we may write more topics than it.
 
     Raises:
-        ConfigError: Its origin is no topic that roles work off, or no partition of it.
+        ConfigError: Its origin is no topic that its role reads, or no partition of it.
     """
-    sizes = {plan.topic(entity): plan.num_sample_partitions for entity in SAMPLE_TOPICS} | {plan.topic("prompt.groups"): plan.queue_partitions}
+    reads = ROLE_RIGHTS[letter.role].reads if letter.role in ROLE_RIGHTS else ()
+    counts = dict.fromkeys(SAMPLE_TOPICS, plan.num_sample_partitions) | dict.fromkeys(QUEUE_TOPICS, plan.queue_partitions)
+    sizes = {plan.topic(entity): counts[entity] for entity in reads if entity in counts}
     if not 0 <= letter.origin_partition < sizes.get(letter.origin_topic, 0):
-        rule = f"records go back to {', '.join(plan.entity(topic) for topic in sizes)}"
+        rule = f"records of {letter.role} go back to {', '.join(plan.entity(topic) for topic in sizes)}"
         raise ConfigError(f"dead letter {letter.name} says that it came from {letter.origin or 'nowhere'}: {rule}; drop it")
+
+
+def _require_same(log: RunLog, records: Sequence[tuple[Record, DeadLetter]]) -> None:
+    """Refuse letters that are no copies of the records that they name; raises ConfigError."""
+    by_topic: dict[str, list[tuple[Record, DeadLetter]]] = {}
+    for record, letter in records:
+        by_topic.setdefault(letter.origin_topic, []).append((record, letter))
+    for topic, copies in by_topic.items():
+        try:
+            there = log.at(topic, [(letter.origin_partition, letter.origin_offset) for _, letter in copies])
+        except BrokerUnavailable:
+            raise
+        except BrokerError as error:
+            raise ConfigError(f"what dead letters of {topic} stand for can't be read, so nothing proves them: {error}; drop them") from error
+        for record, letter in copies:
+            original = there[letter.origin_partition, letter.origin_offset]
+            if (original.key, original.value) != (record.key, record.value):
+                raise ConfigError(f"dead letter {letter.name} holds other bytes than {letter.origin}, where it says that it came from; drop it")
 
 
 def _values(log: RunLog, chosen: Mapping[tuple[str, int], DeadLetter]) -> Iterator[tuple[Record, DeadLetter]]:

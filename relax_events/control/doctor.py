@@ -4,35 +4,48 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import orjson
 
 from relax_events.broker.credentials import as_principal
 from relax_events.broker.embedded.java import find_java
+from relax_events.broker.embedded.settings import SHARE_GROUP_SIZE as EMBEDDED_SHARE_GROUP_SIZE
 from relax_events.broker.registry import RegistryClient
 from relax_events.config import RunConfig
-from relax_events.control.address import OPERATOR, embedded_broker, open_admin, with_bootstrap_servers
-from relax_events.control.requirements import require_judge, require_metrics_ports, require_model, require_roles, require_teacher
-from relax_events.control.scaling.server import require_api_port
+from relax_events.config.derived import Derived
+from relax_events.config.facts import width_of
+from relax_events.control.address import EMBEDDED, OPERATOR, at_broker, embedded_broker, open_admin
+from relax_events.control.defaults import facts_of, last_session, settled
+from relax_events.control.lanes import require_lanes, share_group_size
+from relax_events.control.requirements import REQUIREMENTS, require_room
 from relax_events.control.topics.applying import plan_changes
+from relax_events.control.topics.followers import describe_followers
+from relax_events.control.weights_fit import newest_version, require_fitting_model
 from relax_events.data.judging import HookJudge, judges_length, length_judge
 from relax_events.data.laying_out import answers_of
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.row_media import shown_messages
 from relax_events.data.rows import PromptRow, PromptSource
 from relax_events.data.sources import evaluated_parts, named_parts, open_source
-from relax_events.errors import CheckFailed, EnvironmentProblem, RelaxError
+from relax_events.errors import CheckFailed, ConfigError, EnvironmentProblem, RelaxError
 from relax_events.media.library import MediaLibrary
 from relax_events.objects import ObjectStore
 from relax_events.rewards.pool import RewardItem, RewardPool
-from relax_events.telemetry.traces import require_tracing
+from relax_events.sandbox.trial import try_walls
 from relax_events.topics import TopicPlan
 
 MIN_FREE_BYTES = 1024**3
+CHECKPOINT_BYTES_PER_PARAMETER = 12
+"""Weights in float32 and AdamW's two moments."""
+LOG_BYTES_PER_TOKEN = 48
+"""What a token takes on all topics of a run together: 0.4 GB for 1,024 samples of 8,192 tokens, without routed experts and top tokens."""
 PROBE = b"relax doctor"
 NUM_MEASURED = 2000
+PROGRAM_REWARD = "code"
+"""The reward that runs what a model wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,29 +58,38 @@ class Finding:
 
 
 def examine(config: RunConfig) -> list[Finding]:
-    """Run every check; one that fails doesn't keep the others from running."""
+    """Run every check on a run whose defaults are settled; one that fails doesn't keep the others from running."""
     prompts = PromptCheck()
     checks: dict[str, Callable[[RunConfig], str]] = {
         "broker": check_broker,
         "schema registry": check_registry,
         "object store": check_store,
         "disk": check_disk,
-        "model": require_model,
-        "teacher": require_teacher,
-        "judge": require_judge,
+        "weights": check_weights,
+        "followers": check_followers,
+        **REQUIREMENTS,
         "data": prompts.check_data,
+        "room": partial(require_room, num_rows=NUM_MEASURED, with_generated=True),
         "reward": prompts.check_reward,
-        "roles": require_roles,
-        "metrics": require_metrics_ports,
-        "traces": require_tracing,
-        "scaling API": require_api_port,
+        "walls": check_walls,
     }
     return [_finding(what, check, config) for what, check in checks.items()]
+
+
+def examine_with_defaults(config: RunConfig) -> tuple[list[Finding], list[Derived]]:
+    """Run every check on a run file as it was read; return also what was derived for the keys that it leaves out."""
+    try:
+        settings, derived = settled(config, known=last_session(config))
+    except ConfigError as error:  # nothing else can be judged without knowing what the model is
+        return [Finding("model", False, str(error))], []
+    return examine(settings), derived
 
 
 def _finding(what: str, check: Callable[[RunConfig], str], config: RunConfig) -> Finding:
     try:
         return Finding(what, True, check(config))
+    except ModuleNotFoundError as error:
+        return Finding(what, True, f"not looked at: {error.name} is not installed here; run relax doctor where the model runs too")
     except RelaxError as error:
         return Finding(what, False, str(error))
 
@@ -77,14 +99,43 @@ def check_broker(config: RunConfig) -> str:
     broker = embedded_broker(config)
     if broker is not None and not broker.is_running:
         java = find_java()
-        return f"embedded, not running; Java {java.major} at {java.executable}"
-    reached = config if broker is None else with_bootstrap_servers(config, broker.bootstrap_servers)
+        lanes = require_lanes(config, EMBEDDED_SHARE_GROUP_SIZE)
+        return f"embedded, not running; Java {java.major} at {java.executable}; {lanes}"
+    reached = config if broker is None else at_broker(config, broker)
     admin = open_admin(as_principal(reached, OPERATOR), name="doctor")
     plan = TopicPlan.of(config)
     changes = [change for change in plan_changes(plan.specs(), admin.topics(plan.topic(""))) if change.is_drift]
     if conflicts := [change for change in changes if change.kind == "conflict"]:
         raise CheckFailed(f"topic {conflicts[0].topic} {conflicts[0].detail}; take another run.id")
-    return f"{reached.broker.bootstrap_servers} answers; {len(changes)} topic change(s) to apply"
+    lanes = require_lanes(config, share_group_size(config, admin))
+    return f"{reached.broker.bootstrap_servers} answers; {len(changes)} topic change(s) to apply; {lanes}"
+
+
+def check_weights(config: RunConfig) -> str:
+    """The model is the one whose weights the run has published."""
+    broker = embedded_broker(config)
+    if broker is not None and not broker.is_running:
+        return "not compared with the model: the embedded broker does not run"
+    reached = as_principal(config if broker is None else at_broker(config, broker), OPERATOR)
+    topic = TopicPlan.of(config).topic("control.policy-versions")
+    is_there = topic in open_admin(reached, name="doctor").topics(topic)
+    return require_fitting_model(config, newest_version(reached) if is_there else None)
+
+
+def check_followers(config: RunConfig) -> str:
+    """Runs that replay this one find the records that they still need."""
+    broker = embedded_broker(config)
+    if config.is_replay or (broker is not None and not broker.is_running):
+        return "none: the run is a replay" if config.is_replay else "not looked for: the embedded broker does not run"
+    return describe_followers(as_principal(config if broker is None else at_broker(config, broker), OPERATOR))
+
+
+def check_walls(config: RunConfig) -> str:
+    """Programs that a model wrote are kept from this machine, where the rewards run any: known ways out are tried."""
+    options = [one.options for one in config.reward.chosen.values() if one.function == PROGRAM_REWARD]
+    if not options:
+        return "none needed: no reward runs programs"
+    return try_walls(allow_unprotected=all(one.get("allow_unprotected", False) for one in options))
 
 
 def check_registry(config: RunConfig) -> str:
@@ -107,12 +158,32 @@ def check_disk(config: RunConfig) -> str:
     """The run's directory has room."""
     wanted = config.run.directory.absolute()
     folder = next(path for path in (wanted, *wanted.parents) if path.exists())
-    free = shutil.disk_usage(folder).free
-    if free < MIN_FREE_BYTES:
-        raise EnvironmentProblem(
-            f"{folder} has {free / 1e9:.2f} GB free, a run wants at least {MIN_FREE_BYTES / 1e9:.2f}; free some space or set run.directory"
-        )
-    return f"{free / 1e9:.0f} GB free in {folder}"
+    free, least = shutil.disk_usage(folder).free, MIN_FREE_BYTES + _stored_bytes(config)
+    if free < least:
+        need = f"a run wants at least {least / 1e9:.2f}"
+        raise EnvironmentProblem(f"{folder} has {free / 1e9:.2f} GB free, {need}; free some space or set run.directory")
+    return f"{free / 1e9:.0f} GB free in {folder}{_growth(config)}"
+
+
+def _stored_bytes(config: RunConfig) -> int:
+    """Return what checkpoints and versions of the weights take in the run's own folder; 0 where they lie elsewhere, or the model is not here yet."""
+    known = facts_of(config).get("model") if not config.objects.uri and config.model.path.exists() else None
+    if known is None or config.model.dtype is None:
+        return 0
+    checkpoints = (config.trainer.keep_checkpoints + 1) * known.num_parameters * CHECKPOINT_BYTES_PER_PARAMETER
+    return checkpoints + (config.run.max_staleness + 2) * known.num_parameters * width_of(config.model.dtype)
+
+
+def _growth(config: RunConfig) -> str:
+    """Say how much the log grows to at most, where the run file keeps all of it and the broker's disk is this one."""
+    if config.run.retain_versions or config.is_replay or config.broker.bootstrap_servers != EMBEDDED or not config.engine.max_context_tokens:
+        return ""
+    step = config.run.groups_per_step * config.run.samples_per_prompt * config.engine.max_context_tokens * LOG_BYTES_PER_TOKEN
+    total = step * config.num_train_steps
+    return f"; the log keeps all records and grows by up to {step / 1e9:.3g} GB a step, {total / 1e9:.3g} GB in all (run.retain_versions bounds it)"
+
+
+NO_PROMPTS = "none needed: a replay trains what was generated and scored before"
 
 
 class PromptCheck:
@@ -123,6 +194,8 @@ class PromptCheck:
 
     def check_data(self, config: RunConfig) -> str:
         """The prompts can be opened (every row of a file is looked at), and the first one read; those of evaluations as well."""
+        if config.is_replay:  # the rest of its run file is what the log of its source says, and is not used
+            return "; ".join(self._evaluated(config)) or NO_PROMPTS
         opened = [(part.source, open_source(part, seed=config.run.seed, section=section)) for section, part in named_parts(config.data)]
         self._first = opened[0][1].row(0)
         texts = [f"{source.rows} prompts in {name}{_left_out(source)}" for name, source in opened]
@@ -132,15 +205,20 @@ class PromptCheck:
         texts += [text for _, source in opened if (text := _lengths(config, source))]
         if not config.algorithm.has_rewards and config.model.path.exists():
             texts.append(_answers(config, self._first))
+        return "; ".join([*texts, *self._evaluated(config)])
+
+    def _evaluated(self, config: RunConfig) -> Iterator[str]:
         for section, part in evaluated_parts(config):
             source = open_source(part, seed=config.run.seed, section=section)
-            texts.append(f"{source.rows} to evaluate {part.name} on{_left_out(source)}")
-        return "; ".join(texts)
+            self._first = self._first or source.row(0)
+            yield f"{source.rows} to evaluate {part.name} on{_left_out(source)}"
 
     def check_reward(self, config: RunConfig) -> str:
         """The reward function loads, and scores the reference answer of the first prompt in time."""
         if not config.algorithm.has_rewards and not config.evaluation.datasets:
             return f"algorithm {config.algorithm.name} needs none"
+        if config.is_replay and not config.evaluation.datasets:
+            return NO_PROMPTS
         tried = self._tried(config)
         own = [part.reward for part in config.evaluation.datasets if part.reward is not None]
         for reward in own:

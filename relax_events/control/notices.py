@@ -8,8 +8,7 @@ from typing import Literal
 
 from relax_events.control.health.state import Act, Tier
 from relax_events.events.parts import Command
-from relax_events.events.types import Event, MetricsReported, RunCommanded, RunDescribed, TrainStepCommitted
-from relax_events.pipeline.worker import STEPS_NOT_FINITE
+from relax_events.events.types import Event, RunCommanded, RunDescribed, TrainStepCommitted
 
 MAX_NOTICES, WINDOW_MICROS = 10, 600 * 1_000_000
 
@@ -36,8 +35,8 @@ class Notice:
 class NoticeDesk:
     """Feed it every control event, in log order. At most ten notices in ten minutes are given out; the end of the run always is."""
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
+    def __init__(self, run_id: str, *, first_version: int = 0) -> None:
+        self._run_id, self._first_version = run_id, first_version
         self._is_begun = False
         self._num_steps = self._num_held = 0
         self._restored_at = 0
@@ -66,13 +65,13 @@ class NoticeDesk:
         if isinstance(event, RunDescribed) and not self._is_begun:
             self._is_begun = True
             return self._made("begun", "info", "began", "Its controller is there, and its workers start.", at=event.described_at)
-        if isinstance(event, MetricsReported) and STEPS_NOT_FINITE in event.values:
-            body = f"Train step {event.policy_version} at {event.worker_id}: loss or gradient is no finite number, and nothing of it is kept."
-            return self._made(f"not-finite/{event.reported_at}", "failure", "has a step that is not finite", body, at=event.reported_at)
         return None
 
     def _step(self, event: TrainStepCommitted) -> Notice | None:
-        self._num_steps += 1
+        self._num_steps = event.policy_version - self._first_version
+        if event.update_skipped:
+            body = f"Train step {event.train_step}: loss or gradient is not finite, and its update was skipped."
+            return self._made(f"skipped/{event.train_step}", "failure", "has a step that is not finite", body, at=event.committed_at)
         restored, self._restored_at = self._restored_at, 0
         if not restored or event.committed_at <= restored:
             self._restored_at = restored

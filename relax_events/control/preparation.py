@@ -6,14 +6,14 @@ import subprocess
 import sys
 
 from relax_events.config import RunConfig
-from relax_events.control.requirements import require_judge, require_metrics_ports, require_model, require_roles, require_teacher
-from relax_events.control.scaling.server import require_api_port
+from relax_events.control.defaults import last_session, settled
+from relax_events.control.private_files import write_private
+from relax_events.control.requirements import REQUIREMENTS, require_room
 from relax_events.control.starting.environment import worker_environment
 from relax_events.data.judging import find_hook
 from relax_events.data.rendering import own_template
 from relax_events.data.sources import evaluated_parts, is_generated, named_parts, open_source
 from relax_events.errors import ConfigError, RunFailed
-from relax_events.telemetry.traces import require_tracing
 
 
 def prepare_run(config: RunConfig) -> None:
@@ -24,16 +24,12 @@ def prepare_run(config: RunConfig) -> None:
         EnvironmentProblem: A package is not installed, or a port is taken.
         RunFailed: Making the model failed; what it printed stands above.
     """
-    require_roles(config)
-    require_metrics_ports(config)
-    require_tracing(config)
-    require_api_port(config)
-    require_model(config)
-    require_teacher(config)
-    require_judge(config)
+    for require in REQUIREMENTS.values():
+        require(config)
     _check_rows(config)
     if not config.model.path.exists():
         _make_model(config)
+    require_room(settled(config, known=last_session(config))[0])
 
 
 def _check_rows(config: RunConfig) -> None:
@@ -41,11 +37,12 @@ def _check_rows(config: RunConfig) -> None:
 
     Generators of problems take seconds to import, which the prompter does while the other workers start.
     """
-    own_template(config.data)
-    if config.data.hook:
+    prompts, evaluated = [] if config.is_replay else named_parts(config.data), evaluated_parts(config)
+    if prompts or evaluated:
+        own_template(config.data)
+    if prompts and config.data.hook:
         find_hook(config.data.hook)
-    prompts = [] if config.is_replay else named_parts(config.data)
-    for section, part in [*prompts, *evaluated_parts(config)]:
+    for section, part in [*prompts, *evaluated]:
         if not is_generated(part):
             open_source(part, seed=config.run.seed, section=section)
 
@@ -53,8 +50,7 @@ def _check_rows(config: RunConfig) -> None:
 def _make_model(config: RunConfig) -> None:
     """Make the model in a process of its own, so that this one stays light."""
     resolved = config.run_directory / "prepare.json"
-    resolved.parent.mkdir(parents=True, exist_ok=True)
-    resolved.write_text(config.model_dump_json())
+    write_private(resolved, config.model_dump_json().encode())
     command = [sys.executable, "-m", "relax_events.cli", "models", "prepare", str(resolved)]
     code = subprocess.run(command, env=worker_environment(), check=False, stdout=sys.stderr).returncode
     if code == ConfigError.exit_code:

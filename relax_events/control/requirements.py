@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from relax_events.config import RunConfig
 from relax_events.config.algorithm_spec import find_algorithm
-from relax_events.data.rendering import judge_renderer
-from relax_events.data.sources import media_brought
+from relax_events.control.scaling.server import require_api_port
+from relax_events.data.judging import judges_length, length_judge
+from relax_events.data.rendering import PromptRenderer, judge_renderer
+from relax_events.data.sources import is_generated, media_brought, named_parts, open_source
 from relax_events.engines.sglang.families import SEEING, UNSEEN
-from relax_events.errors import ConfigError, EnvironmentProblem
+from relax_events.errors import ConfigError, EnvironmentProblem, PoisonSample
 from relax_events.listening import open_listener
 from relax_events.models.media_layout import MEDIA_FAMILIES, MediaLayout
 from relax_events.models.mixtures import has_experts
 from relax_events.models.settings_file import read_settings
 from relax_events.models.vocabulary import require_same_vocabulary
+from relax_events.pipeline.regular_files import require_regular_files
 from relax_events.plugins import ENGINES, ENVIRONMENTS, FUNCTION, ROLES, TRAINER_BACKENDS, find_plugin
 from relax_events.rewards.judging import load_grading
+from relax_events.telemetry.traces import require_tracing
+from relax_events.telemetry.trackers import require_trackers
 
 MODEL_PACKAGES = ("torch", "transformers", "safetensors")
 MODEL_FILES = ("config.json", "tokenizer_config.json")
 MAX_PORT = 65_535
+NUM_TRIED = 100
+"""Rows that are rendered before a run starts: a moment."""
 FAMILIES_OF_ENGINES = {"sglang": SEEING}
 """Whose media an engine shows to the model, where that is not all that the model reads."""
 
@@ -71,6 +82,7 @@ def require_model(config: RunConfig) -> str:
         if config.model.tiny is None:
             raise ConfigError(f"model.path {path} does not exist; give the folder of a checkpoint, or a [model.tiny] section to make a small model")
         return f"{path} will be made by the run"
+    require_regular_files(path, key="model.path")
     for name in MODEL_FILES:
         if not (path / name).is_file():
             raise ConfigError(f"model.path {path} has no {name}; give a complete folder in Hugging Face layout, or a path that does not exist yet")
@@ -125,6 +137,8 @@ def _require_replay_of_routing(config: RunConfig) -> None:
 
 def _require_critic(config: RunConfig) -> None:
     path = config.critic.model_path
+    if path is not None:
+        require_regular_files(path, key="critic.model_path")
     if config.algorithm.needs_critic and path is not None and not (path / "config.json").is_file():
         remedy = "give a folder in Hugging Face layout, or leave it out for the policy's own"
         raise ConfigError(f"critic.model_path {path} holds no config.json; {remedy}")
@@ -139,6 +153,8 @@ def require_teacher(config: RunConfig) -> str:
     path = config.teacher.model_path
     if not config.algorithm.distills or config.is_replay:
         return "none: algorithm.distill_coefficient is 0" if not config.algorithm.distills else "none: a replay reads what was recorded"
+    if path is not None:
+        require_regular_files(path, key="teacher.model_path")
     if path is None:
         raise ConfigError("algorithm.distill_coefficient needs a teacher; set teacher.model_path to the folder of its checkpoint")
     if not (path / "config.json").is_file() or not list(path.glob("*.safetensors")):
@@ -158,6 +174,7 @@ def require_judge(config: RunConfig) -> str:
     path = config.judge.model_path
     if path is None or not config.has_judge:
         return "none: judge.model_path is not given" if path is None else "none: nothing is rewarded here"
+    require_regular_files(path, key="judge.model_path")
     if not (path / "config.json").is_file() or not list(path.glob("*.safetensors")):
         raise ConfigError(f"judge.model_path {path} holds no config.json with *.safetensors; give a complete folder in Hugging Face layout")
     for source in config.judged_sources:
@@ -182,3 +199,63 @@ def require_metrics_ports(config: RunConfig) -> str:
     for port in range(first, last + 1):
         open_listener(host, port, remedies=remedies, what="metrics").close()
     return f"{host}, ports {first} to {last}" if first else f"{host}, free ports"
+
+
+def require_folder(config: RunConfig) -> str:
+    """Return the folder that the run writes to, once this user may.
+
+    Raises:
+        EnvironmentProblem: The folder, or the nearest one above it that is there, can't be written.
+    """
+    wanted = config.run_directory.absolute()
+    there = next(path for path in (wanted, *wanted.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        rule = f"{there} is not a folder that this user may write to"
+        raise EnvironmentProblem(f"the run's folder {wanted} can't be made or written: {rule}; set run.directory")
+    return f"{wanted} can be written"
+
+
+def require_room(config: RunConfig, *, num_rows: int = NUM_TRIED, with_generated: bool = False) -> str:
+    """Return how many of the first prompts leave the engine no token to answer, where that can be known: text alone, and a model that is there.
+
+    Args:
+        config: The run.
+        num_rows: How many rows of each source are rendered.
+        with_generated: Look at generated problems too, whose libraries take seconds to import.
+    Raises:
+        ConfigError: None of them leaves one; the text names the shortest.
+    """
+    limit = config.engine.max_context_tokens
+    if config.is_replay or not config.model.path.exists():
+        return "not compared with the prompts yet"
+    renderer = PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media)
+    judge = length_judge(renderer, config.data) if judges_length(config.data) else None
+    lengths = []
+    for section, part in named_parts(config.data):
+        if media_brought(part) or (is_generated(part) and not with_generated):
+            continue
+        source = open_source(part, seed=config.run.seed, section=section)
+        for row in islice(map(source.row, range(source.rows)), num_rows):
+            if judge is None or not isinstance(judge(row, mean_rewards=(), train_step=0), str):
+                with suppress(PoisonSample):  # the template refuses it, and its prompt group fails alone
+                    lengths.append(len(renderer.prompt_tokens(row.messages, tools=row.tools)))
+    if lengths and min(lengths) >= limit:
+        shortest = f"the shortest of the first {len(lengths)} prompts has {min(lengths)}"
+        rule = f"engine.max_context_tokens = {limit} leaves no token for an answer: {shortest}"
+        raise ConfigError(f"{rule}; set engine.max_context_tokens to {max(lengths) + config.engine.sampling.max_new_tokens} or so")
+    num_long = sum(length >= limit for length in lengths)
+    return f"{limit} tokens; {num_long or 'none'} of the first {len(lengths)} prompts leave{'s' if num_long == 1 else ''} none for an answer"
+
+
+REQUIREMENTS: Mapping[str, Callable[[RunConfig], str]] = {
+    "folder": require_folder,
+    "roles": require_roles,
+    "metrics": require_metrics_ports,
+    "traces": require_tracing,
+    "trackers": require_trackers,
+    "scaling API": require_api_port,
+    "model": require_model,
+    "teacher": require_teacher,
+    "judge": require_judge,
+}
+"""What `relax run` asks before it starts anything, in this order, and the doctor as well."""

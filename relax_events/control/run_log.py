@@ -16,11 +16,12 @@ from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import LogReader
 from relax_events.broker.records import Record
 from relax_events.config import RunConfig
-from relax_events.control.address import open_admin
-from relax_events.errors import ConfigError, CorruptRecord, SchemaError
+from relax_events.control.address import open_admin, require_run
+from relax_events.errors import CorruptRecord, SchemaError
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupEnded
 from relax_events.topics import TopicPlan
+from relax_events.topics.contents import belongs_on
 
 Place = tuple[str, int]
 Span = tuple[int, int]
@@ -69,8 +70,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self.unreadable = Unreadable()
         self._admin = open_admin(config, name=name)
         self.topics = frozenset(self._admin.topics(self.plan.topic("")))
-        if self.plan.topic("control.schemas") not in self.topics:
-            raise ConfigError(f"the broker has no topics of a run {config.run.id!r}; see run.id and broker.bootstrap_servers")
+        require_run(config, self.topics)
         self.connection = Connection.of(config.broker, client_id=f"{config.run.id}.{name}")
         self._readers: list[LogReader] = []
         self._idle: list[LogReader] = []
@@ -174,7 +174,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         """Give the events of a kind in these spans; what can't be decoded is counted as unreadable."""
         for record in self.records(spans):
             event = self.decode(record)
-            if isinstance(event, kind):
+            if isinstance(event, kind) and belongs_on(self.plan.entity(record.topic), event):
                 yield Found(event, record.place, record.timestamp_ms)
 
     def exactly(self, entity: str, places: Iterable[tuple[int, int]], kind: type[EventT]) -> list[Found[EventT]]:
@@ -188,6 +188,11 @@ class RunLog(AbstractContextManager["RunLog"]):
             records = reader.read_exactly(self.plan.topic(entity), wanted)
         events = ((records[place], self.decode(records[place])) for place in wanted)
         return [Found(event, record.place, record.timestamp_ms) for record, event in events if isinstance(event, kind)]
+
+    def at(self, topic: str, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        """Return the records at these (partition, offset) places of a topic, given with its full name; raises as `exactly`."""
+        with self._reader() as reader:
+            return reader.read_exactly(topic, set(places))
 
     def decode(self, record: Record) -> Event | None:
         """Return a record's event; None for what can't be decoded, which is counted and named."""
@@ -215,6 +220,6 @@ class RunLog(AbstractContextManager["RunLog"]):
         for record in self.records(self._control_spans(run_id, "control.schemas")):
             if record.value:
                 try:
-                    self.codec.learn(record.value)
+                    self.codec.learn(record.value, key=record.key)
                 except SchemaError as error:
                     self.unreadable.add(record.place, error)

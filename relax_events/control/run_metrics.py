@@ -38,8 +38,8 @@ class RunMetrics(Collector):
         yield CounterMetricFamily("relax_train_steps", "Train steps that were committed, in all of the run.", value=self._state.num_steps)
         for name, text, value in self._standing():
             yield GaugeMetricFamily(name, text, value=value)
-        broken = len(self._state.not_finite)
-        yield CounterMetricFamily("relax_steps_not_finite", "Steps whose loss or gradient was no finite number; none was kept.", value=broken)
+        skipped = self._state.num_updates_skipped
+        yield CounterMetricFamily("relax_updates_skipped", "Train steps that skipped their update: loss or gradient was not finite.", value=skipped)
         yield from self._newest_step(self._state.steps[-1:])
         yield from self._workers(list(self._state.workers.values()))
         yield from self._evaluations()

@@ -21,60 +21,92 @@ from relax_events.events.types import (
     TrainStepCommitted,
     WorkerBeat,
 )
-from relax_events.pipeline.worker import STEPS_NOT_FINITE
 from relax_events.policy import is_guest
+from relax_events.topics.plan import HEARTBEATS, METRICS
 
 NOTHING = np.zeros(0, np.int32)
-FOLLOWED = ("control.train-steps", "control.group-outcomes", "control.heartbeats", "control.metrics", "control.evaluations")
+NUM_KEPT = 128
+"""Newest steps, evaluations and reports that are kept: more than anybody shows of a run that goes on."""
+NUM_RECENT_ENDS = 20_000
+"""Newest ends among which one that is told twice is known."""
+FOLLOWED = ("control.train-steps", "control.group-outcomes", *HEARTBEATS.values(), *METRICS.values(), "control.evaluations")
 
 
 @dataclass(slots=True)
 class RunState:
     """What the control log has said so far. Feed it every event, in log order; it never looks anywhere else.
 
-    `not_finite` are the reports of steps whose loss or gradient was no finite number. `critic_figures` are those of the critic's steps, by
-    train step; `metrics` is the newest report of each worker otherwise. `steps` are without what they name of each sample.
+    It may begin at any publication of a policy version, which sums up what lies before. Its memory is bounded: of what comes with every step
+    only the newest is kept, unless `keeps_all`.
+    `critic_figures` are those of the critic's steps, by train step; `metrics` is the newest report of each worker otherwise. `steps` are
+    without what they name of each sample.
     """
 
+    keeps_all: bool = False
     policy_version: int = -1
+    num_steps: int = 0
     steps: list[TrainStepCommitted] = field(default_factory=list)
     evaluations: dict[tuple[int, str], PolicyEvaluated] = field(default_factory=dict)
     outcomes: Counter[str] = field(default_factory=Counter)
-    ended_group_ids: set[str] = field(default_factory=set)
+    recent_ends: dict[str, None] = field(default_factory=dict)
     failed_in_a_row: int = 0
     last_failure: str = ""
     workers: dict[str, WorkerBeat] = field(default_factory=dict)
     metrics: dict[str, MetricsReported] = field(default_factory=dict)
-    not_finite: list[MetricsReported] = field(default_factory=list)
+    num_updates_skipped: int = 0
+    skipped_in_a_row: int = 0
     critic_figures: dict[int, dict[str, float]] = field(default_factory=dict)
     ended: RunCommanded | None = None
     resumed_at: int = 0
     is_paused: bool = False
-    described: RunDescribed | None = None
+    descriptions: list[RunDescribed] = field(default_factory=list)
 
     def note(self, event: Event) -> None:
         """Take in an event."""
         if isinstance(event, TrainStepCommitted):
+            self.num_steps += 1
+            self._note_update(event)
             self.steps.append(without_its_samples(event))
+            self._bound(self.steps)
         elif isinstance(event, PolicyVersionPublished):
-            self.policy_version = max(self.policy_version, event.policy_version)
+            self._note_version(event)
         elif isinstance(event, PromptGroupEnded):
             self._note_end(event)
         elif isinstance(event, PolicyEvaluated):
             self.evaluations.setdefault((event.policy_version, event.dataset), event)
+            self._bound(self.evaluations)
         elif isinstance(event, WorkerBeat):
             self.workers[event.worker_id] = event
         elif isinstance(event, MetricsReported):
-            if STEPS_NOT_FINITE in event.values:
-                self.not_finite.append(event)
-            elif "value_loss" in event.values:
+            if event.role == "critic" and "value_loss" in event.values:
                 self.critic_figures[event.policy_version - 1] = event.values
+                self._bound(self.critic_figures)
             else:
                 self.metrics[event.worker_id] = event
         elif isinstance(event, RunDescribed):
-            self.described = event
+            self.descriptions.append(event)
         elif isinstance(event, RunCommanded) and event.role is None:
             self._note_command(event)
+
+    def _note_update(self, step: TrainStepCommitted) -> None:
+        """Count updates that were skipped; in a row only those since the run was last taken up."""
+        self.num_updates_skipped += step.update_skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + (step.committed_at > self.resumed_at) if step.update_skipped else 0
+
+    def _note_version(self, event: PolicyVersionPublished) -> None:
+        if self.policy_version < 0 and not self.num_steps:  # we begin here
+            self.num_steps, self.outcomes = event.num_steps_before, Counter(event.ended_before)
+        self.policy_version = max(self.policy_version, event.policy_version)
+
+    def _bound(self, kept: list[Any] | dict[Any, Any], *, limit: int = NUM_KEPT) -> None:
+        """Drop the older half of what has grown to twice the limit."""
+        if self.keeps_all or len(kept) < 2 * limit:
+            return
+        if isinstance(kept, list):
+            del kept[:-limit]
+        else:
+            for key in list(kept)[:-limit]:
+                del kept[key]
 
     def _note_command(self, event: RunCommanded) -> None:
         if event.command is Command.STOP:
@@ -82,12 +114,14 @@ class RunState:
         elif event.command is Command.PAUSE:
             self.is_paused = True
         elif event.command is Command.RESUME:
-            self.ended, self.is_paused, self.failed_in_a_row, self.resumed_at = None, False, 0, event.commanded_at
+            self.ended, self.is_paused, self.resumed_at = None, False, event.commanded_at
+            self.failed_in_a_row = self.skipped_in_a_row = 0
 
     def _note_end(self, event: PromptGroupEnded) -> None:
-        if event.prompt_group_id in self.ended_group_ids or is_guest(event.prompt_group_id):
+        if event.prompt_group_id in self.recent_ends or is_guest(event.prompt_group_id):
             return
-        self.ended_group_ids.add(event.prompt_group_id)
+        self.recent_ends[event.prompt_group_id] = None
+        self._bound(self.recent_ends, limit=NUM_RECENT_ENDS)
         self.outcomes[event.outcome.value] += 1
         if event.outcome is Outcome.FAILED and event.ended_at > self.resumed_at:
             self.failed_in_a_row += 1
@@ -96,21 +130,9 @@ class RunState:
             self.failed_in_a_row = 0
 
     @property
-    def num_steps(self) -> int:
-        """Committed train steps."""
-        return len(self.steps)
-
-    @property
-    def step_lost(self) -> MetricsReported | None:
-        """The report of a step that was no finite number on a second try either, since the run was last taken up."""
-        seen: set[tuple[str, int]] = set()
-        for report in self.not_finite:
-            if report.reported_at > self.resumed_at:
-                place = (report.worker_id, report.policy_version)
-                if place in seen:
-                    return report
-                seen.add(place)
-        return None
+    def described(self) -> RunDescribed | None:
+        """What the run says it is, the newest time."""
+        return self.descriptions[-1] if self.descriptions else None
 
     @property
     def reward(self) -> float | None:

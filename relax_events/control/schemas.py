@@ -6,16 +6,20 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import structlog
+
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import LogReader
 from relax_events.config import RunConfig
 from relax_events.control.address import open_admin
 from relax_events.errors import CheckFailed, ConfigError, SchemaError
-from relax_events.events.codec import REGISTRY_IDS
+from relax_events.events.codec import REGISTRY_IDS, EventCodec
 from relax_events.events.compatibility import Incompatibility, compare, incompatibilities
 from relax_events.events.releases import Release, current_release, read_releases, version_key
 from relax_events.events.schemas import Schema, name_of, schema_fingerprint
 from relax_events.topics import TopicPlan
+
+log = structlog.get_logger()
 
 
 def check_releases(directory: Path) -> list[Incompatibility]:
@@ -37,7 +41,7 @@ def check_run(config: RunConfig, directory: Path) -> list[Incompatibility]:
     Raises:
         BrokerUnavailable: No broker answered.
         ConfigError: The broker has no topics of this run.
-        SchemaError: What lies on control.schemas is no schema.
+        ConfigError: The broker has no topics of the run.
     """
     current = current_release(directory)
     found = []
@@ -52,33 +56,28 @@ def check_run(config: RunConfig, directory: Path) -> list[Incompatibility]:
 
 
 def published_schemas(config: RunConfig) -> Iterator[tuple[str, Schema]]:
-    """Give each schema that writers of a run have published, with its fingerprint."""
+    """Give each schema that writers of a run have published, with its fingerprint; what no reader would learn is named in the log and left out."""
     topic = TopicPlan.of(config).topic("control.schemas")
     admin = open_admin(config, name="schemas")
     is_there = topic in admin.topics(topic)
     admin.close()
     if not is_there:
         raise ConfigError(f"the broker has no topics of a run {config.run.id!r}; see run.id and broker.bootstrap_servers")
-    newest: dict[str, Schema] = {}
+    codec, found = EventCodec(), dict[str, Schema]()
     reader = LogReader(Connection.of(config.broker, client_id=f"{config.run.id}.schemas"))
     try:
         for record in reader.read_to_end([(topic, 0)]):
-            newest.pop(record.key, None)
-            if record.value:
-                newest[record.key] = _published(record.value, record.place)
+            if not record.value:
+                continue
+            try:
+                codec.learn(record.value, key=record.key)
+            except SchemaError as error:
+                log.warning("record.unreadable", place=record.place, error=str(error))
+            else:
+                found.setdefault(record.key, {name: part for name, part in json.loads(record.value).items() if name != REGISTRY_IDS})
     finally:
         reader.close()
-    yield from newest.items()
-
-
-def _published(value: bytes, place: str) -> Schema:
-    try:
-        schema: Schema = json.loads(value)
-        schema.pop(REGISTRY_IDS, None)
-        name_of(schema)
-    except (AttributeError, ValueError, KeyError, TypeError) as error:
-        raise SchemaError(f"{place} is not an Avro record schema: {type(error).__name__} {error}") from None
-    return schema
+    yield from found.items()
 
 
 def next_release(directory: Path, version: str) -> Release:

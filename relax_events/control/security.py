@@ -11,7 +11,7 @@ import orjson
 
 from relax_events.broker.connection import Connection
 from relax_events.broker.credentials import environment_of
-from relax_events.broker.quotas import QuotaEntity, write_quotas
+from relax_events.broker.quotas import ALL, USUAL_LOAD, QuotaEntity, read_quotas, write_quotas
 from relax_events.broker.security.compose import stack_overlay
 from relax_events.broker.security.folder import ADMIN, LOCAL, SecurityFolder, read_secret, write_private
 from relax_events.broker.security.principals import PrincipalAdmin, SecurityChanges
@@ -150,16 +150,26 @@ def plan_withdrawal(config: RunConfig, connection: Connection) -> SecurityChange
 def withdraw_security(config: RunConfig, connection: Connection) -> list[Path]:
     """Take the run's quotas, users and rights off the brokers, then its files out of the folder; return the files that are gone."""
     changes = plan_withdrawal(config, connection)
-    write_quotas(connection, [QuotaEntity("user", user) for user in changes.strangers], bytes_per_second=None)
+    write_quotas(connection, [QuotaEntity("user", user) for user in changes.strangers], dict.fromkeys(ALL))
     nobody: dict[str, str] = {}
     PrincipalAdmin(connection).apply(changes, password_of=nobody.__getitem__)
     return security_folder(config).forget(config.run.id)
 
 
 def apply_security(config: RunConfig, connection: Connection) -> SecurityChanges:
-    """Bring the run's users and rights onto the brokers; return what was changed."""
+    """Bring the run's users, rights and quotas on load onto the brokers; return what was changed of users and rights."""
     folder = security_folder(config)
     changes = plan_security(config, connection)
     passwords = {user: read_secret(folder.password_file(user), key="broker.credentials") for user in changes.users}
     PrincipalAdmin(connection).apply(changes, password_of=passwords.__getitem__)
+    for entity, quotas in missing_quotas(config, connection).items():
+        write_quotas(connection, [entity], quotas)
     return changes
+
+
+def missing_quotas(config: RunConfig, connection: Connection) -> dict[QuotaEntity, dict[str, float]]:
+    """Return the usual quotas on load that the run's users lack; one that has been set stays as it is."""
+    entities = [QuotaEntity("user", user) for user in security_folder(config).usernames(config.run.id)]
+    found = read_quotas(connection, entities)
+    lacking = {entity: {name: value for name, value in USUAL_LOAD.items() if name not in found.get(entity, {})} for entity in entities}
+    return {entity: quotas for entity, quotas in lacking.items() if quotas}

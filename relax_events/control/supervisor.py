@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
@@ -13,24 +13,30 @@ import structlog
 
 from relax_events.broker.credentials import credential_environment
 from relax_events.config import RunConfig
+from relax_events.control.deaths import BACKOFF_SECONDS, Deaths, Progress
 from relax_events.control.scaling import Departure, ElasticWorker, Standing
 from relax_events.control.starting.environment import shared_environment
 from relax_events.control.starting.imports import modules_of
 from relax_events.control.starting.order import Order
-from relax_events.control.starting.starter import ForkedWorker, Starter
-from relax_events.errors import BrokerRefused, ConfigError, Fenced, RunFailed, SchemaError
+from relax_events.control.starting.ranks import Ending, WorkerProcesses, orders_of_ranks
+from relax_events.control.starting.starter import Starter
+from relax_events.errors import BrokerRefused, BrokerUnavailable, ConfigError, Fenced, RunFailed, SchemaError, StoreUnavailable
 from relax_events.events.parts import WorkerState, now_micros
 from relax_events.events.types import WorkerBeat
+from relax_events.pipeline.worker import RESTART_CODE
 
 log = structlog.get_logger()
-RELAX, TORCHRUN = "relax_events.cli", "torch.distributed.run"
+RELAX = "relax_events.cli"
 FATAL_CODES = {kind.exit_code: kind for kind in (ConfigError, SchemaError)}
 GIVEN_UP = {BrokerRefused.exit_code: BrokerRefused}  # tried again at first: the brokers may be taking up new rights
-BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0)
-RESTART_WINDOW_SECONDS = 60.0
+AWAY = frozenset({BrokerUnavailable.__name__, StoreUnavailable.__name__})
+"""Errors of what a worker needs and can't have for now: it is started again for as long as that takes."""
+AWAY_SECONDS = BACKOFF_SECONDS[1]
 AFTER_DRAIN_SECONDS = 1.0  # the command to stop may reach a worker before it reaches us
 AFTER_GOODBYE_SECONDS = 5.0  # the same, for a worker that is not ours to wait for
 LOG_TAIL_LINES = 12
+MAX_NOTE = 400
+"""Characters of an error in a line on the console; the log has it whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +62,26 @@ class Fencing:
 
 @dataclass(slots=True)
 class ManagedProcess:
-    """A worker process, or the place where the next one will be."""
+    """A worker, whether its process is there or is to be started. A trainer of several ranks is one worker with an order for each rank."""
 
     worker_id: str
-    order: Order
-    log_path: Path
+    role: str
+    orders: dict[str, Order]
+    logs: Path
     metrics_port: int = 0
-    process: ForkedWorker | None = None
+    process: WorkerProcesses | None = None
     start_after: float = 0.0
-    starts: list[float] = field(default_factory=list)
+    deaths: Deaths = field(default_factory=Deaths)
+    is_killed: bool = False
     fenced: Fencing | None = None
     is_elastic: bool = False
     leave_by: float | None = None
     given_up: str = ""
+
+    @property
+    def log_path(self) -> Path:
+        """Where the worker writes to; the further ranks of a trainer have logs of their own beside it."""
+        return self.logs / f"{self.worker_id}.log"
 
     @property
     def is_running(self) -> bool:
@@ -85,21 +98,23 @@ class ManagedProcess:
             log.warning("worker.killed", worker_id=self.worker_id, reason=f"did not drain within {seconds:g} s")
             self.process.kill_group()
 
-    def log_tail(self) -> str:
-        """Return the end of the worker's log."""
-        try:
-            lines = self.log_path.read_text(errors="replace").splitlines()
-        except OSError:
-            return ""
-        return "\n".join(lines[-LOG_TAIL_LINES:])
+
+def log_tail(path: Path) -> str:
+    """Return the end of a worker's log."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(lines[-LOG_TAIL_LINES:])
 
 
 class Supervisor:
     """The processes of a run, each in a process group of its own, with a log file each.
 
     A worker that ends though the run goes on is started again, later each time; one that ends with a usage or
-    configuration error is not, since it would end the same way. One that was fenced stays down until `revive`: another
-    instance is at its work, and a new one would only fence that in turn.
+    configuration error is not, since it would end the same way. One that dies `workers.max_restarts` + 1 times in a row
+    without progress ends the run with its error. One that was fenced stays down until `revive`: another instance is at its
+    work, and a new one would only fence that in turn.
 
     Elastic workers come and go by `adjust`. One that can't be kept going is given up, and the run goes on.
     """
@@ -117,7 +132,6 @@ class Supervisor:
         self._environment = shared_environment()
         self._starter = starter or Starter.of(config)
         self._processes = {process.worker_id: process for process in self._planned()}
-        self.num_restarts = 0
         self._num_places = len(self._processes) + config.trainer.ranks - 1
 
     def _planned(self) -> list[ManagedProcess]:
@@ -126,13 +140,11 @@ class Supervisor:
 
     def _process(self, role: str, index: int, *, place: int, overrides: Sequence[str] = ()) -> ManagedProcess:
         worker_id, port = f"{role}-{index}", self._config.telemetry.port_of(place)
-        module, arguments = RELAX, ["worker", role, str(self._config_path), *overrides, "--index", str(index)]
-        if role == "trainer" and self._config.trainer.ranks > 1:
-            arguments = ["--standalone", "--nproc-per-node", str(self._config.trainer.ranks), "-m", module, *arguments]
-            module = TORCHRUN
         environment = self._environment | {"RELAX_TELEMETRY__METRICS_PORT": str(port), **credential_environment(self._config, role)}
-        order = Order(module, arguments, environment, modules_of(self._config, role))
-        return ManagedProcess(worker_id, order, self._logs / f"{worker_id}.log", port)
+        order = Order(RELAX, ["worker", role, str(self._config_path), *overrides], environment, modules_of(self._config, role))
+        ranks = orders_of_ranks(order, num_ranks=self._config.trainer.ranks if role == "trainer" else 1)
+        named = {f"{role}-{at}": replace(rank, arguments=[*rank.arguments, "--index", str(at)]) for at, rank in enumerate(ranks, start=index)}
+        return ManagedProcess(worker_id, role, named, self._logs, port)
 
     def adjust(self, elastic: Iterable[ElasticWorker]) -> list[tuple[ElasticWorker, Departure, str]]:
         """Start the elastic workers that shall be there, have those go that shall, and return who is gone, how and why.
@@ -175,8 +187,8 @@ class Supervisor:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids by worker."""
-        return {name: managed.process.pid for name, managed in self._processes.items() if managed.is_running and managed.process}
+        """Process ids of those that live, by worker; those of a trainer's ranks as well."""
+        return {name: pid for managed in self._processes.values() if managed.process for name, pid in managed.process.pids.items()}
 
     def start(self) -> None:
         """Start every worker."""
@@ -184,18 +196,23 @@ class Supervisor:
             self._spawn(managed)
 
     def _spawn(self, managed: ManagedProcess) -> None:
-        managed.starts = [*managed.starts[-50:], time.monotonic()]
-        managed.process = self._starter.start(managed.order, log_path=managed.log_path)
+        managed.is_killed = False
+        managed.process = WorkerProcesses.start(self._starter, managed.orders, logs=managed.logs)
         log.info("worker.spawned", worker_id=managed.worker_id, pid=managed.process.pid)
 
-    def tend(self) -> None:
+    def tend(self, progress: Progress) -> list[str]:
         """Look after the processes once.
 
+        Args:
+            progress: What the run has achieved by now.
+        Returns:
+            A line for each worker that died: who, of what, and where its log is.
         Raises:
-            ConfigError, SchemaError: A worker ended with an error that a restart won't mend; the text ends with its log.
-            RunFailed: A worker ended too often; likewise.
+            ConfigError, SchemaError: A worker ended with an error that a restart won't mend; the text names it and the log.
+            RunFailed, BrokerRefused: A worker died too often without progress; likewise.
         """
         now = time.monotonic()
+        notes: list[str] = []
         for managed in self._processes.values():
             if managed.leave_by is not None or managed.given_up:
                 continue
@@ -205,25 +222,46 @@ class Supervisor:
             elif (code := managed.process.poll()) == Fenced.exit_code:
                 log.warning("worker.fenced", worker_id=managed.worker_id, pid=managed.process.pid)
                 managed.fenced, managed.process = Fencing(managed.process.pid, now_micros()), None
+            elif code == 0:
+                log.info("worker.ended", worker_id=managed.worker_id)
+                managed.process, managed.start_after = None, now + AFTER_DRAIN_SECONDS
             elif code is not None:
-                self._note_end(managed, code)
+                notes.append(self._note_death(managed, managed.process, progress))
+        return notes
 
-    def _note_end(self, managed: ManagedProcess, code: int) -> None:
-        recent = [start for start in managed.starts if time.monotonic() - start < RESTART_WINDOW_SECONDS]
-        if code in FATAL_CODES or len(recent) > self._config.workers.max_restarts:
-            kind = {**FATAL_CODES, **GIVEN_UP}.get(code, RunFailed)
-            text = f"{managed.worker_id} ended with exit code {code}; the end of {managed.log_path}:\n{managed.log_tail()}"
-            if not managed.is_elastic:
-                raise kind(text)
-            managed.given_up = text
-            return
-        delay = BACKOFF_SECONDS[min(max(len(recent) - 1, 0), len(BACKOFF_SECONDS) - 1)]  # one that lived for long starts at once
-        if code == 0:
-            delay = max(delay, AFTER_DRAIN_SECONDS)
-        else:
-            self.num_restarts += 1
-        log.warning("worker.ended" if code == 0 else "worker.died", worker_id=managed.worker_id, code=code, restart_in_seconds=delay)
+    def _note_death(self, managed: ManagedProcess, process: WorkerProcesses, progress: Progress) -> str:
+        """Count a death, and have the worker started again or give it up; return what a person shall read of it."""
+        ending = process.ending()
+        is_away = ending.error is not None and ending.error.error_class in AWAY
+        is_asked = managed.is_killed or (ending.code == RESTART_CODE and not is_away)
+        counts = not is_asked and not is_away  # the health manager counts what it asks for, and no worker is to blame for what is away
+        if counts:
+            managed.deaths = managed.deaths.after(progress, worker_id=managed.worker_id, role=managed.role, pid=process.pid)
+        is_too_often = counts and managed.deaths.exceeds(self._config.workers.max_restarts, is_elastic=managed.is_elastic)
+        if ending.code in FATAL_CODES or is_too_often:
+            return self._give_up(managed, ending)
+        delay = 0.0 if is_asked else AWAY_SECONDS if is_away else managed.deaths.backoff_seconds
+        log.warning("worker.died", worker_id=ending.worker_id, code=ending.code, error=ending.text, restart_in_seconds=delay)
         managed.process, managed.start_after = None, time.monotonic() + delay
+        what = "was ended by the health manager" if is_asked else f"died: {ending.text[:MAX_NOTE]}"
+        return f"{ending.worker_id} {what}; it is started again; log: {ending.log_path}"
+
+    def _give_up(self, managed: ManagedProcess, ending: Ending) -> str:
+        """Give an elastic worker up, or end the run with the error of another one."""
+        if ending.code in FATAL_CODES:
+            what = "can't go on"
+        elif managed.is_elastic:
+            what = f"died {managed.deaths.num_idle} times in a row without a finished record"
+        else:
+            what = f"died {managed.deaths.num_stalled} times in a row without a committed step"
+        text = f"{ending.worker_id} {what}: {ending.text}; log: {ending.log_path}"
+        if ending.error is None:
+            text += f", which ends in:\n{log_tail(ending.log_path)}"
+        log.error("worker.given_up", worker_id=ending.worker_id, code=ending.code, error=ending.text)
+        if not managed.is_elastic:
+            raise {**FATAL_CODES, **GIVEN_UP}.get(ending.code, RunFailed)(text)
+        managed.given_up = text
+        return text
 
     @property
     def fenced(self) -> dict[str, Fencing]:
@@ -235,10 +273,11 @@ class Supervisor:
         self._processes[worker_id].fenced = None
 
     def kill(self, worker_id: str) -> None:
-        """Kill a hung worker; `tend` starts it again. Its leases and partitions are free at once."""
-        managed = self._processes.get(worker_id)
+        """Kill a hung worker, with all its ranks if it is one of several; `tend` starts it again. Its leases and partitions are free at once."""
+        managed = next((managed for managed in self._processes.values() if worker_id in managed.orders), None)
         if managed is not None and managed.process is not None and managed.is_running:
             log.warning("worker.killed", worker_id=worker_id)
+            managed.is_killed = True
             managed.process.kill_group()
 
     def stop(self, *, timeout_seconds: float, tick: Callable[[], None] = lambda: None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from relax_events.data.judging import History, Judge, Verdict
@@ -49,6 +49,15 @@ class PromptChooser:
     def floor(self) -> int:
         """Lowest row that was neither taken nor passed over."""
         return self._floor
+
+    @property
+    def later_rows(self) -> list[int]:
+        """Rows above the floor that were taken or passed over, in order."""
+        return sorted(self._known)
+
+    def begin_at(self, floor: int, later_rows: Iterable[int]) -> None:
+        """Go on where another chooser had come to."""
+        self._floor, self._known = max(self._floor, floor), set(later_rows)
 
     def mark(self, row: int) -> None:
         """Enter a row that was taken or passed over."""

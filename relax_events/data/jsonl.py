@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import tempfile
 import weakref
 from array import array
@@ -16,8 +16,12 @@ from relax_events.config import RowsConfig
 from relax_events.data.columns import ColumnReader
 from relax_events.data.rows import PromptRow, UnfitRows
 from relax_events.errors import ConfigError
+from relax_events.pipeline.regular_files import open_regular
 
-COMPRESSED = (".gz", ".zst", ".bz2")
+COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+BLOCK_BYTES = 1024**2
+FREE_BYTES = 64 * 1024**2
+"""Up to here the ratio does not count: a short file of like lines is no attack."""
 ALL_ROWS = slice(None)
 
 
@@ -40,7 +44,7 @@ class JsonlSource:
             ConfigError: The file can't be read or has no rows, or more rows are unfit than allowed; the text names file and line.
             EnvironmentProblem: It is compressed, and pyarrow is not installed.
         """
-        self._path, self._section = path, section
+        self._path, self._section, self._config = path, section, config
         self._columns = ColumnReader(config, section=section)
         self.unfit = UnfitRows(section, config.max_bad_rows)
         self._offsets = array("Q")
@@ -65,28 +69,44 @@ class JsonlSource:
 
     def _open(self) -> IO[bytes]:
         try:
-            file = self._path.open("rb")
+            file = open_regular(self._path)
         except FileNotFoundError:
             raise ConfigError(f"data file {self._path} does not exist; set {self._section}.source = 'jsonl:<path>'") from None
         except OSError as error:
             raise self._unreadable(error) from None
         if self._path.suffix not in COMPRESSED:
             return file
-        file.close()
-        return self._unpacked()
+        with file:
+            return self._unpacked(file)
 
-    def _unpacked(self) -> IO[bytes]:
+    def _unpacked(self, packed: IO[bytes]) -> IO[bytes]:
         from relax_events.data.arrow import pa
 
         unpacked = tempfile.TemporaryFile()  # noqa: SIM115  # it ends with this source
         try:
-            with pa.input_stream(self._path) as stream:
-                shutil.copyfileobj(stream, unpacked, 1 << 20)
+            with pa.CompressedInputStream(packed, COMPRESSED[self._path.suffix]) as stream:
+                while block := stream.read(BLOCK_BYTES):
+                    unpacked.write(block)
+                    self._require_bounded(unpacked.tell(), packed_bytes=os.fstat(packed.fileno()).st_size)
         except OSError as error:
             unpacked.close()
             raise self._unreadable(error) from None
+        except ConfigError:
+            unpacked.close()
+            raise
         unpacked.seek(0)
         return unpacked
+
+    def _require_bounded(self, num_bytes: int, *, packed_bytes: int) -> None:
+        """Refuse a file of which a few bytes would fill the disk."""
+        most, ratio = self._config.max_unpacked_bytes, self._config.max_unpacked_ratio
+        if num_bytes > most:
+            rule = f"{self._section}.max_unpacked_bytes = {most}"
+        elif num_bytes > max(ratio * packed_bytes, FREE_BYTES):
+            rule = f"{self._section}.max_unpacked_ratio = {ratio} times its {packed_bytes} bytes"
+        else:
+            return
+        raise ConfigError(f"data file {self._path} unpacks to more than {rule}; set that higher if the file really holds so much")
 
     def _unreadable(self, error: OSError) -> ConfigError:
         return ConfigError(f"data file {self._path} can't be read: {error.strerror or error}; set {self._section}.source = 'jsonl:<path>'")

@@ -7,7 +7,8 @@ starts again judges as the one before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint
 from typing import Any, Protocol
 
@@ -24,6 +25,8 @@ from relax_events.errors import ConfigError, PoisonSample
 from relax_events.plugins import FUNCTION, FilePlugin, find_plugin
 
 HOOKS = "relax_events.data_hooks"
+NUM_EARNED = 16
+"""Mean rewards that are remembered of each row."""
 Verdict = float | str
 """A place in the order, or the reason to pass over a row."""
 
@@ -36,24 +39,28 @@ class Judge(Protocol):
 
         Args:
             row: The prompt.
-            mean_rewards: Of the prompt groups that it was issued in before and that ended, oldest first.
+            mean_rewards: Of the newest prompt groups that it was issued in before and that ended, oldest first; `NUM_EARNED` at most.
             train_step: The step that wants a prompt.
         """
 
 
 class History:
-    """What rows of the data earned so far, by the ends of their prompt groups in log order."""
+    """What rows of the data earned so far, by the ends of their prompt groups in log order: of each row the newest `NUM_EARNED`."""
 
     def __init__(self) -> None:
-        self._mean_rewards: dict[DataPlace, list[float]] = {}
+        self._mean_rewards: dict[DataPlace, deque[float]] = {}
 
     def note(self, place: DataPlace, mean_reward: float) -> None:
         """Enter the end of a prompt group."""
-        self._mean_rewards.setdefault(place, []).append(mean_reward)
+        self._mean_rewards.setdefault(place, deque(maxlen=NUM_EARNED)).append(mean_reward)
 
     def __getitem__(self, place: DataPlace) -> Sequence[float]:
-        """Return the mean rewards of a row, oldest first."""
-        return self._mean_rewards.get(place, ())
+        """Return the newest mean rewards of a row, oldest first."""
+        return tuple(self._mean_rewards.get(place, ()))
+
+    def entries(self) -> Iterator[tuple[DataPlace, float]]:
+        """Give everything that is known, oldest first by row; another history that is told it knows the same."""
+        return ((place, reward) for place, rewards in self._mean_rewards.items() for reward in rewards)
 
 
 class LengthJudge:

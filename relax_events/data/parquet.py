@@ -157,6 +157,8 @@ def parquet_files(path: Path, split: str, *, section: str) -> list[Path]:
     files = sorted(path.rglob("*.parquet"))
     if not files:
         raise ConfigError(f"data folder {path} holds no .parquet file; set {section}.source = 'parquet:<file or folder>'")
+    if irregular := next((file for file in files if file.exists() and not file.is_file()), None):
+        raise ConfigError(f"data file {irregular} is no regular file, and can't be read to an end; take it out of {path}")
     chosen = [file for file in files if not split or split in splits_of(file.relative_to(path))]
     if not chosen:
         known = sorted({splits_of(file.relative_to(path))[0] for file in files})

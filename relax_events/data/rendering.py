@@ -18,6 +18,7 @@ from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality
 from relax_events.models.media_layout import MediaLayout
 from relax_events.objects.roots import media_in
+from relax_events.pipeline.regular_files import read_regular_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -182,7 +183,7 @@ def own_template(config: DataConfig) -> str | None:
     if config.chat_template_file is None:
         return None
     try:
-        return config.chat_template_file.read_text()
+        return read_regular_text(config.chat_template_file)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat template {config.chat_template_file} can't be read: {error}; set data.chat_template_file") from None
 
@@ -194,7 +195,7 @@ def _tokenizer(path: Path, template: str | None) -> FolderTokenizer | PreTrained
             return tokenizer
         from transformers import AutoTokenizer
 
-        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except TemplateError as error:
         raise ConfigError(f"chat template of {path} is no Jinja template: {error}; set data.chat_template_file") from None
     except (OSError, ValueError) as error:

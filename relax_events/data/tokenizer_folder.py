@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from relax_events.pipeline.regular_files import read_regular_text
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -55,8 +57,8 @@ class FolderTokenizer:
         from tokenizers import Tokenizer
 
         try:
-            settings = json.loads((folder / "tokenizer_config.json").read_text())
-            text = (folder / "tokenizer.json").read_text()
+            settings = json.loads(read_regular_text(folder / "tokenizer_config.json"))
+            text = read_regular_text(folder / "tokenizer.json")
         except OSError:
             return None
         json.loads(text)  # for a ValueError: what tokenizers raises of a torn file is no class of its own

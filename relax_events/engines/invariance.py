@@ -1,8 +1,13 @@
-"""How to compute so that a sample's bits don't depend on what runs beside it: measured on the model and machine at hand.
+"""How to compute rows side by side so that they disturb each other's rounding least: measured on the model and machine at hand.
 
-Matrix kernels may sum in another order for another number of rows, or for another place among them. What holds is found
-by running the same probe row among others: on one CPU thread any multiple of eight rows gives the same bits, or any above a small
-number; in float32 on several threads not even a row's place is without effect; other devices may be anywhere between.
+Matrix kernels may sum in another order for another number of rows, or for another place among them. The measurement runs the same
+probe row among others: on one CPU thread any multiple of eight rows mostly gives the same bits, or any above a small number; in float32 on
+several threads not even a row's place is without effect; other devices may be anywhere between.
+
+A few probes are no proof: a kernel may round otherwise for numbers, lengths or places that were not probed. And a sample that is read again
+(after an abort, in another engine, under new weights) is computed by other kernels than those that drew it, which the measurement does not
+look at. So only the cost of a step may rest on it: how many rows a step is padded to, and whether prompts are read together. No
+promise and no decision about data rests on it. Bits are equal where one computation is repeated: see `max_running_samples` of one.
 """
 
 from __future__ import annotations
@@ -30,17 +35,17 @@ PROBE_SEED = 20_260_101
 class RowRule:
     """How many rows to compute at a time."""
 
-    is_exact: bool
-    """Whether this leaves a row's bits alone; if not, samples are drawn from the right distribution, but a rerun may round otherwise."""
+    agrees: bool
+    """Whether the probe row came out the same at every length and place that was tried, with `max_rows` rows."""
     min_rows: int
-    """Decoding steps are padded to at least as many rows: from there on their number does not matter."""
+    """Decoding steps are padded to at least as many rows: from there on their number made no difference to the probe row."""
     prefills_together: bool
-    """Whether several prompts may be prefilled at a time."""
+    """Whether several prompts are prefilled at a time."""
 
 
 @torch.inference_mode()
 def measure_invariance(model: CausalModel, *, max_rows: int) -> RowRule:
-    """Find out how rows must be computed.
+    """Find out how rows are best computed; see the module's docstring for what may rest on the answer.
 
     Args:
         model: At its place of work, with the threads that it will have.
@@ -55,9 +60,9 @@ def measure_invariance(model: CausalModel, *, max_rows: int) -> RowRule:
     if all(map(is_same, at_most)):
         together = all(is_same(_probe_rows(model, num_rows=max_rows, num_prompts=count)) for count in PROBE_PROMPTS if count <= max_rows)
         counts = takewhile(lambda count: is_same(_probe_rows(model, num_rows=count)), _counts_below(max_rows, model.row_block))
-        rule = RowRule(is_exact=True, min_rows=min(counts, default=max_rows), prefills_together=together)
+        rule = RowRule(agrees=True, min_rows=min(counts, default=max_rows), prefills_together=together)
     else:
-        rule = RowRule(is_exact=False, min_rows=model.row_block, prefills_together=True)
+        rule = RowRule(agrees=False, min_rows=model.row_block, prefills_together=True)
     log.info("batch_invariance.measured", **asdict(rule), device=str(model.device), threads=torch.get_num_threads(), max_rows=max_rows)
     return rule
 

@@ -6,10 +6,13 @@ Samples wait in a queue and join a table of running rows as rows become free:
                   ^                                                        |
                   +------------ restart, sleep: with the tokens so far ----+
 
-A sample's tokens and log-probabilities are the same bits whatever runs beside it and whenever it joins: its own seed draws
-its tokens, its prompt is padded by its own length alone, and a step has as many rows as `invariance` found harmless. In
-float32 on several CPU threads none is, and the promise falls to equality within rounding: `batch_invariance.measured` in the log
-says what was found.
+A sample's tokens follow from its seed and the model's probabilities, whatever runs beside it and whenever it joins: its own seed draws them, and
+its prompt is padded by its own length alone. Its log-probabilities are those of the model within rounding. What was recorded stays: a
+sample that goes on keeps its tokens and log-probabilities, and those of its next tokens are computed anew.
+
+The same requests in the same order at the same steps are one computation, and give the same bits on the same machine. Arrivals in another
+order are not: other rows beside a sample may round it otherwise, and a draw at the border of two tokens may then fall to the other one. `invariance`
+chooses rows so that this is rare; with `max_running_samples = 1` a sample is computed alone, and its bits follow from itself.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import orjson
 
 from relax_events.environments.reply import Reply
 from relax_events.errors import ConfigError, RelaxError
-from relax_events.pipeline.answering_child import LENGTHS, answer, questions
+from relax_events.pipeline.answering_child import LENGTHS, answer, failing_aloud, questions
 from relax_events.plugins import ENVIRONMENTS, FUNCTION, find_plugin
 
 FILES = "files"
@@ -43,8 +43,9 @@ def main() -> int:
         answer(answers, {"load_error": str(error) or f"it needs more than environment.memory_bytes = {setup['memory_bytes']} to load"})
         return 2
     answer(answers, {"takes_files": _takes(function, FILES)})
-    for question, content in asked:
-        answer(answers, *_answered(function, question, content, max_item_bytes=setup["max_item_bytes"]))
+    with failing_aloud(answers):
+        for question, content in asked:
+            answer(answers, *_answered(function, question, content, max_item_bytes=setup["max_item_bytes"]))
     return 0
 
 

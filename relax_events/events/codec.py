@@ -12,13 +12,16 @@ from __future__ import annotations
 import io
 import json
 import typing
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
 import fastavro
+from fastavro.schema import SchemaParseException, UnknownType
 
-from relax_events.errors import CorruptRecord, SchemaError
+from relax_events.errors import BrokerError, CorruptRecord, SchemaError
 from relax_events.events.conversion import Converter, record_reader, record_writer
+from relax_events.events.foreign_schemas import read_published, require_bounded
 from relax_events.events.schemas import Schema, current_schemas, name_of, runtime_schema, schema_fingerprint
 from relax_events.events.types import Event
 
@@ -31,6 +34,17 @@ REGISTRY_IDS = "registry_schema_ids"
 
 Avro lets schemas carry attributes that it doesn't know.
 """
+
+
+NOT_AVRO = (AttributeError, ValueError, KeyError, TypeError, OverflowError, RecursionError, SchemaParseException, UnknownType)
+"""What a text that is no schema makes of whoever takes it for one."""
+
+
+UNREADABLE = (
+    *(EOFError, ValueError, IndexError, KeyError, TypeError),
+    *(OverflowError, MemoryError, RecursionError, fastavro.read.SchemaResolutionError),
+)
+"""What bytes that are no record of a schema make of whoever decodes them by it."""
 
 
 class UnknownFingerprint(SchemaError):
@@ -61,6 +75,8 @@ class EventCodec:
         self._readers: dict[str, tuple[Schema, Converter]] = {}
         self._known: dict[bytes, tuple[Schema, Schema | None, Converter]] = {}
         self._fingerprints: dict[int, bytes] = {}
+        self._confirmed: set[int] = set()
+        """Ids of which the registry itself has said what they stand for."""
         self.schemas: dict[bytes, Schema] = {}
         for cls in typing.get_args(Event):
             schema = next(schema for name, schema in current.items() if name.rsplit(".", 1)[-1] == cls.__name__)
@@ -75,6 +91,7 @@ class EventCodec:
             return MAGIC + fingerprint
         schema_id = self._registry.register(name_of(schema), json.dumps(schema, separators=(",", ":")))
         self._fingerprints[schema_id] = fingerprint
+        self._confirmed.add(schema_id)
         return CONFLUENT_MAGIC + schema_id.to_bytes(4, "big")
 
     def encode(self, event: Event) -> bytes:
@@ -110,7 +127,7 @@ class EventCodec:
             event: Event = from_record(fastavro.schemaless_reader(buffer, writer, reader))
         except CorruptRecord:
             raise
-        except (EOFError, ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, fastavro.read.SchemaResolutionError) as error:
+        except UNREADABLE as error:
             raise CorruptRecord(f"record can't be decoded by schema {fingerprint.hex()}: {type(error).__name__} {error}") from error
         if buffer.tell() != len(data):
             raise CorruptRecord(f"record has {len(data) - buffer.tell()} bytes after its event")
@@ -135,22 +152,48 @@ class EventCodec:
         if schema_json is None:
             raise UnknownFingerprint(f"{what}, which is neither on control.schemas nor at broker.schema_registry")
         self._fingerprints[schema_id] = self.learn(schema_json)
+        self._confirmed.add(schema_id)
 
-    def learn(self, schema_json: bytes | str) -> bytes:
+    def learn(self, schema_json: bytes | str, *, key: str | None = None) -> bytes:
         """Accept a foreign writer schema and return its fingerprint; a schema for no event of ours is remembered, unused.
 
+        Args:
+            schema_json: As published.
+            key: Of its record on control.schemas, which must name its fingerprint.
         Raises:
-            SchemaError: It is not an Avro schema, or it has the id of another schema.
+            SchemaError: It is not an Avro schema, records of it could cost more than their bytes, it stands under another one's key, or it claims the
+                registry id of another schema. Whose id it is the registry says, where there is one; else the first that claimed it keeps it.
         """
-        schema, schema_ids, fingerprint, parsed, name = _published(schema_json)
+        published = _published(schema_json)
+        fingerprint, name = published.fingerprint, published.name
+        if key is not None and key != fingerprint.hex():
+            raise SchemaError(f"published schema has fingerprint {fingerprint.hex()}, and stands under the key {key[:80]!r}")
         if fingerprint not in self._known and name in self._readers:
             reader, from_record = self._readers[name]
-            self._known[fingerprint] = (parsed, reader, from_record)
-            self.schemas[fingerprint] = schema
-        for schema_id in schema_ids:
-            if (other := self._fingerprints.setdefault(schema_id, fingerprint)) != fingerprint:
-                both = f"{other.hex()} and for {fingerprint.hex()}"
-                raise SchemaError(f"registry id {schema_id} stands for schema {both}; a run keeps to one schema registry")
+            self._known[fingerprint] = (published.parsed, reader, from_record)
+            self.schemas[fingerprint] = published.schema
+        for schema_id in published.registry_ids:
+            self._claim(schema_id, fingerprint)
+        return fingerprint
+
+    def _claim(self, schema_id: int, fingerprint: bytes) -> None:
+        """Note that an id stands for a schema, by what its writer says."""
+        other = self._fingerprints.setdefault(schema_id, fingerprint)
+        if other != fingerprint and schema_id not in self._confirmed:
+            other = self._confirm(schema_id, other)
+        if other != fingerprint:
+            both = f"{other.hex()} and for {fingerprint.hex()}"
+            raise SchemaError(f"registry id {schema_id} stands for schema {both}; a run keeps to one schema registry")
+
+    def _confirm(self, schema_id: int, fingerprint: bytes) -> bytes:
+        """Return what an id stands for by the registry; what is given where there is none, or it does not answer."""
+        try:
+            schema_json = None if self._registry is None else self._registry.schema(schema_id)
+        except (BrokerError, SchemaError):
+            return fingerprint
+        if schema_json is not None:
+            self._fingerprints[schema_id] = fingerprint = self.learn(schema_json)
+            self._confirmed.add(schema_id)
         return fingerprint
 
     def published_form(self) -> dict[bytes, bytes]:
@@ -172,12 +215,25 @@ class EventCodec:
             return "unknown"
 
 
+@dataclass(frozen=True, slots=True)
+class _Published:
+    """A published schema, taken apart."""
+
+    schema: Schema
+    parsed: Schema
+    registry_ids: tuple[int, ...]
+    fingerprint: bytes
+    name: str
+
+
 @lru_cache(maxsize=1024)
-def _published(schema_json: bytes | str) -> tuple[Schema, list[int], bytes, Schema, str]:
+def _published(schema_json: bytes | str) -> _Published:
     """Take a published schema apart, once for each text: every worker that ever started has published the same ones."""
+    schema = read_published(schema_json)
     try:
-        schema: Schema = json.loads(schema_json)
-        schema_ids = [int(schema_id) for schema_id in schema.pop(REGISTRY_IDS, ())]
-        return schema, schema_ids, schema_fingerprint(schema), runtime_schema(schema), name_of(schema)
-    except (AttributeError, ValueError, KeyError, TypeError, fastavro.schema.SchemaParseException) as error:
+        ids = tuple(int(schema_id) for schema_id in schema.pop(REGISTRY_IDS, ()))
+        parsed = runtime_schema(schema)
+        require_bounded(schema)
+        return _Published(schema, parsed, ids, schema_fingerprint(schema), name_of(schema))
+    except NOT_AVRO as error:
         raise SchemaError(f"published schema is not an Avro record schema: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ from types import TracebackType
 from typing import Any
 
 import fastavro
+from fastavro.schema import SchemaParseException, UnknownType
 from fastavro.write import Writer
 
-from relax_events.errors import CorruptRecord
+from relax_events.errors import CorruptRecord, SchemaError
+from relax_events.events.foreign_schemas import require_bounded
 
 CODEC = "deflate"
 BLOCK_BYTES = 256 * 1024
@@ -44,6 +47,11 @@ SCHEMA: dict[str, Any] = {
     ],
 }
 PARSED = fastavro.parse_schema(SCHEMA)
+UNREADABLE = (
+    *(EOFError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, MemoryError, RecursionError, zlib.error, SchemaError),
+    *(SchemaParseException, UnknownType, fastavro.read.SchemaResolutionError),
+)
+"""What a file that is no container, or one of other records, makes of whoever reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +115,10 @@ def read_container(path: Path) -> Iterator[LoggedRecord]:
     """
     try:
         with path.open("rb") as file:
-            rows: Iterator[Any] = fastavro.reader(file, PARSED)
+            rows: Any = fastavro.reader(file, PARSED)
+            require_bounded(rows.writer_schema)
             for row in rows:
                 headers = tuple((header["name"], header["value"]) for header in row["headers"])
                 yield LoggedRecord(row["offset"], row["timestamp_ms"], row["key"], row["value"], headers)
-    except (EOFError, ValueError, KeyError, TypeError, IndexError, fastavro.read.SchemaResolutionError) as error:
+    except UNREADABLE as error:
         raise CorruptRecord(f"{path} can't be read as records of a partition: {type(error).__name__} {error}") from error

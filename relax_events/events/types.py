@@ -70,6 +70,7 @@ class SampleRolledOut:
     metadata: str = "{}"
     routed_experts: Array | None = None
     topk_ids: Array | None = None
+    generation_digest: str = ""
     worker_id: str = ""
     rolled_out_at: int = field(default_factory=now_micros)
 
@@ -81,6 +82,7 @@ class SampleScored:
     sample_id: str
     prompt_group_id: str
     policy_version: int
+    generation_digest: str = ""
     reward: float | None = None
     components: dict[str, float] = field(default_factory=dict)
     reward_name: str
@@ -98,6 +100,7 @@ class SampleEvaluated:
     sample_id: str
     prompt_group_id: str
     policy_version: int
+    generation_digest: str = ""
     evaluator: str
     evaluator_version: int
     values: Array
@@ -121,6 +124,7 @@ class SampleReady:
     policy_version: int
     min_policy_version: int
     max_policy_version: int
+    generation_digest: str = ""
     tokens: Array
     loss_mask: Array
     rollout_logprobs: Array
@@ -166,7 +170,25 @@ class PolicyVersionPublished:
     artifact: ObjectRef
     transports: list[str]
     start_offsets: list[TopicOffset]
+    control_offsets: list[TopicOffset] = field(default_factory=list)
+    num_steps_before: int = 0
+    ended_before: dict[str, int] = field(default_factory=dict)
     published_at: int = field(default_factory=now_micros)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptsSummed:
+    """The prompter's state at a place of the log: one that starts again begins there."""
+
+    positions: list[TopicOffset]
+    next_step: int
+    next_row: int
+    later_rows: list[int]
+    in_flight: dict[str, int]
+    num_trained: dict[str, int]
+    earned_places: Array
+    earned_rewards: Array
+    summed_at: int = field(default_factory=now_micros)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +205,11 @@ class EnginesEnlisted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainStepCommitted:
-    """An optimizer step became real: what it trained on, in which order, and what came out."""
+    """A train step became real: what it trained on, in which order, and what came out.
+
+    `update_skipped` says that its loss or gradient was not finite: the samples count as trained, and the new version has the weights of
+    the one before.
+    """
 
     train_step: int
     policy_version: int
@@ -199,6 +225,7 @@ class TrainStepCommitted:
     phase_seconds: dict[str, float]
     weights_digest: bytes
     checkpoint: CheckpointRef | None = None
+    update_skipped: bool = False
     committed_at: int = field(default_factory=now_micros)
 
 
@@ -225,12 +252,14 @@ class RunDescribed:
     package_version: str
     source_run: str | None = None
     source_version: int | None = None
+    from_version: int | None = None
+    store_mark: str = ""
     described_at: int = field(default_factory=now_micros)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerBeat:
-    """A worker's work loop is alive."""
+    """A worker's work loop is alive, or inside a long call that it has named."""
 
     worker_id: str
     role: str
@@ -243,6 +272,11 @@ class WorkerBeat:
     metrics_port: int = 0
     last_progress_at: int
     busy_since: int | None = None
+    activity: str = ""
+    activity_since: int | None = None
+    activity_deadline_at: int | None = None
+    prompt_groups_at_work: list[str] = field(default_factory=list)
+    prompt_groups_ended: list[str] = field(default_factory=list)
     beat_at: int = field(default_factory=now_micros)
 
 
@@ -287,6 +321,7 @@ Event = (
     | SampleReady
     | PromptGroupEnded
     | PolicyVersionPublished
+    | PromptsSummed
     | EnginesEnlisted
     | TrainStepCommitted
     | PolicyEvaluated

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NoReturn, cast
 
 from relax_events.errors import MediaError
+from relax_events.pipeline.regular_files import open_regular
 
 MAX_MEMBERS = 200_000
 """Of an archive; one with more is refused."""
@@ -79,7 +80,7 @@ def _contents(path: Path, num_bytes: int, changed: int) -> Contents:
     """Read the heads of an archive, once for as long as its size and time of change stay."""
     del changed
     members: dict[str, Member] = {}
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         try:
             with tarfile.open(fileobj=cast("BinaryIO", _Bounded(file)), mode="r:") as archive:
                 for info in archive:

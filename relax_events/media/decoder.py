@@ -28,6 +28,11 @@ class Decoder:
         self._limits = limits
         self._child: AnsweringChild | None = None
 
+    @property
+    def pid(self) -> int | None:
+        """Of the child, if there is one."""
+        return None if self._child is None else self._child.pid
+
     def inspect(self, data: bytes, modality: Modality, *, place: str) -> MediaFacts:
         """Check a file, and say what it holds.
 
@@ -53,7 +58,9 @@ class Decoder:
     def _asked(self, data: bytes, modality: Modality, plan: Plan | None, place: str) -> tuple[dict[str, Any], bytes]:
         require_bytes(data, self._limits, place)
         seconds = self._limits.decode_seconds + (START_SECONDS if self._child is None else 0)
-        child = self._child = self._child or AnsweringChild("relax_events.media.decoder_child", setup=self._limits.model_dump(mode="json"))
+        child = self._child = self._child or AnsweringChild(
+            "relax_events.media.decoder_child", setup=self._limits.model_dump(mode="json"), is_confined=True
+        )
         question = {"modality": modality, "place": place, "plan": None if plan is None else asdict(plan)}
         try:
             head, content = child.ask(question, [data], seconds=seconds)

@@ -25,7 +25,7 @@ from relax_events.media.facts import MediaFacts
 from relax_events.media.pictures import decode_picture, inspect_picture
 from relax_events.media.sounds import decode_sound, heard, inspect_sound
 from relax_events.models.showing import Plan
-from relax_events.pipeline.answering_child import answer, questions
+from relax_events.pipeline.answering_child import answer, failing_aloud, questions
 
 INSPECTORS: dict[Modality, Callable[..., MediaFacts]] = {
     Modality.IMAGE: inspect_picture,
@@ -39,11 +39,12 @@ def main() -> int:
     answers, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)  # what a codec prints must not get between the answers
     setup = orjson.loads(requests.readline())
-    limits = MediaConfig.model_validate(setup)
-    resource.setrlimit(resource.RLIMIT_AS, (limits.decode_bytes, limits.decode_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for question, data in questions(requests):
-        _answer(answers, question, data, limits)
+    with failing_aloud(answers):
+        limits = MediaConfig.model_validate(setup)
+        resource.setrlimit(resource.RLIMIT_AS, (limits.decode_bytes, limits.decode_bytes))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        for question, data in questions(requests):
+            _answer(answers, question, data, limits)
     return 0
 
 

@@ -15,6 +15,7 @@ from relax_events.errors import MediaError
 from relax_events.events.parts import Modality
 from relax_events.media.archives import read_member
 from relax_events.media.fetching import WebFetcher
+from relax_events.pipeline.regular_files import open_regular
 
 DATA_URI = "data:"
 WEB = ("http://", "https://")
@@ -98,7 +99,7 @@ class MediaItem:
             root, file = self.access.root.resolve(), (self.access.root / path).resolve()
             if not file.is_relative_to(root):
                 raise MediaError(f"{self.place} names {path!r}, which lies outside of media_root = {root}", reason="outside_root")
-            with file.open("rb") as opened:
+            with open_regular(file) as opened:
                 if self.member:
                     return read_member(opened, self.member, path=file, max_bytes=max_bytes, place=self.place)
                 data = opened.read(max_bytes + 1)

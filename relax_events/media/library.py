@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import mimetypes
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Bool
+from numpy.typing import NDArray
 
 from relax_events.config import RunConfig
 from relax_events.errors import MediaError, ObjectError
@@ -40,13 +42,16 @@ OWN_ROOT = ""
 class MediaLibrary:
     """Of a run whose model may read media. Used by one thread."""
 
-    def __init__(self, config: RunConfig, *, model_path: Path | None = None, store: ObjectStore | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, *, model_path: Path | None = None, store: ObjectStore | None = None, folder: Callable[[], str] = lambda: ""
+    ) -> None:
         """Read how the model is shown media; where it reads text alone nothing else will be asked of the library.
 
         Args:
             config: The run.
             model_path: Another model than the run's.
             store: The run's object store, where it is open already; else it is opened when something is wanted from it.
+            folder: Of the store, where the next piece is put.
         Raises:
             ConfigError: The model's settings for media are missing or not known.
         """
@@ -56,7 +61,8 @@ class MediaLibrary:
         self._cache = HostCache(config.run.directory / CACHE_FOLDER, max_bytes=self._bounds.cache_bytes)
         self._stores = {} if store is None else {OWN_ROOT: store}
         self._memory: OrderedDict[str, ProcessedMedia] = OrderedDict()
-        self._admitted: OrderedDict[MediaKey, MediaRef] = OrderedDict()
+        self._folder = folder
+        self._admitted: OrderedDict[tuple[str, MediaKey], MediaRef] = OrderedDict()
 
     def admit(self, item: MediaItem) -> MediaRef:
         """Check a piece of media and put it into the store; one that is there already is not sent again.
@@ -65,12 +71,13 @@ class MediaLibrary:
             MediaError: It is missing, hostile, or nothing that the model can be shown; the text names it.
             ObjectError: The store failed.
         """
-        if (known := self._admitted.get(item.key)) is not None:
+        folder = self._folder()
+        if (known := self._admitted.get((folder, item.key))) is not None:
             return known
         data = item.read(self._bounds)
         facts = self._shown(data, item).reference
-        stored = self._store_of(OWN_ROOT).put(data, suffix=mimetypes.guess_extension(facts.media_type) or "")
-        self._admitted[item.key] = reference = replace(facts, uri=stored.uri)
+        stored = self._store_of(OWN_ROOT).put(data, suffix=mimetypes.guess_extension(facts.media_type) or "", folder=folder)
+        self._admitted[folder, item.key] = reference = replace(facts, uri=stored.uri)
         if len(self._admitted) > MAX_REMEMBERED:
             self._admitted.popitem(last=False)
         return reference
@@ -114,11 +121,22 @@ class MediaLibrary:
             if name not in self._memory and not self._cache.holds(name):
                 self._made(reference)
 
+    def require_fit(self, tokens: NDArray[np.generic], given: Bool[np.ndarray, " tokens"], media: Sequence[MediaRef]) -> None:
+        """Refuse a token sequence that does not hold the placeholders of its media.
+
+        Args:
+            tokens: Prompt and completion.
+            given: Which of them the policy did not choose.
+            media: In the order of the sequence.
+        Raises:
+            PoisonSample: The placeholders are more, fewer, or of other kinds; or the model reads text alone.
+        """
+        if media:
+            self._require_layout().cells(tokens, given, media)
+
     def _require_layout(self) -> MediaLayout:
         if self._layout is None:
-            raise MediaError(
-                "the model reads text alone, and the prompt brings media; take a model of a family that reads them", reason="text_model"
-            )
+            raise MediaError("the model reads text alone, and the prompt brings media; take a model of a family that reads them", reason="text_model")
         return self._layout
 
     def _showing(self, reference: MediaRef) -> Showing:

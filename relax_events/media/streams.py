@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 WEBM = b"webm"
 HEAD_BYTES = 4096
 MICROSECONDS = 1_000_000
+FIRST_LENIENT = 19  # release of PyAV
 CLAIMED_SHARE, CLAIMED_SECONDS = 0.95, 0.25
 """How much of what a file's head claims must be there; heads round, and codecs begin with silence."""
 NAMES = {"mov": "mp4", "matroska": "x-matroska", "avi": "x-msvideo", "wav": "x-wav", "mp3": "mpeg", "flac": "flac", "ogg": "ogg"}
@@ -81,12 +82,17 @@ def opened(data: bytes, modality: Modality, *, limits: MediaConfig, place: str) 
     if kind == "wav" and (missing := int.from_bytes(data[4:8], "little") + 8 - len(data)) > 1 and data[4:8] != b"\xff\xff\xff\xff":
         raise broken(place, f"its head promises {missing} bytes more")
     try:
-        with av.open(BytesIO(data), "r", format=kind, metadata_errors="ignore") as container:
+        with av.open(BytesIO(data), "r", format=kind, **_lenient(av.__version__)) as container:
             yield _found(container, modality, data, place=place, limits=limits)
     except MemoryError:  # the library's own is one of its errors, too
         raise
     except (av.FFmpegError, IndexError, OverflowError, ZeroDivisionError) as error:
         raise broken(place, error) from None
+
+
+def _lenient(version: str) -> dict[str, Any]:
+    """Return what has PyAV open a file whose tags are no UTF-8: from 19 on it does so by itself, and has no setting for it."""
+    return {"metadata_errors": "ignore"} if int(version.partition(".")[0]) < FIRST_LENIENT else {}
 
 
 def _found(container: InputContainer, modality: Modality, data: bytes, *, place: str, limits: MediaConfig) -> OpenedStream:
@@ -96,6 +102,8 @@ def _found(container: InputContainer, modality: Modality, data: bytes, *, place:
         raise broken(place, "nothing is in it")
     if not streams:
         raise MediaError(f"{place} is a file of kind {kind} without {modality.value}", reason="wrong_type")
+    if streams[0].codec_context is None:
+        raise MediaError(f"{place} holds {modality.value} in a codec that the library does not know", reason="wrong_type")
     claimed = (container.duration or 0) / MICROSECONDS
     require_seconds(claimed, limits, place)
     is_reliable = kind != "mp3" or any(mark in data[:HEAD_BYTES] for mark in (b"Xing", b"Info"))

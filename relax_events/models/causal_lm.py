@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from relax_events.errors import ConfigError, WeightsError
+from relax_events.pipeline.regular_files import require_regular_files
 
 
 def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
@@ -50,9 +51,12 @@ def load_causal_lm(
     """
     if not (path / "config.json").is_file():
         raise ConfigError(f"model.path = {path} holds no config.json; give a folder in Hugging Face layout, or have `relax models prepare` make one")
+    require_regular_files(path, key="model.path")
     transformers_logging.disable_progress_bar()  # a worker's stderr is its log
     try:
-        model: Any = loader.from_pretrained(path, dtype=dtype, attn_implementation=attention, local_files_only=True)
+        model: Any = loader.from_pretrained(
+            path, dtype=dtype, attn_implementation=attention, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path = {path} can't be loaded as a causal language model: {error}") from error
     loaded: PreTrainedModel = model.to(device).eval()

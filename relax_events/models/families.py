@@ -37,7 +37,7 @@ class Family:
 
     Attributes:
         layout: How media stand in a sequence; None where they can't.
-        apart: Look at and listen to each piece of media by itself, so that its features are the same bits whatever it stands beside.
+        apart: Look at and listen to each piece of media by itself, at a shape that depends on nothing beside it.
         loader: What of transformers makes such a model.
         parts: Beginnings of parameter names by part; where several fit, the longest says where a parameter belongs.
     """

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from relax_events.errors import ConfigError
+from relax_events.pipeline.regular_files import read_regular_text
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -18,7 +19,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         ConfigError: It can't be read, or holds no JSON object.
     """
     try:
-        tree = orjson.loads(path.read_bytes())
+        tree = orjson.loads(read_regular_text(path))
     except (OSError, ValueError) as error:
         remedy = "take the model's folder as it was published, or have `relax models prepare` make one"
         raise ConfigError(f"{path} can't be read: {error}; {remedy}") from None

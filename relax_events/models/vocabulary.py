@@ -7,6 +7,7 @@ from pathlib import Path
 import orjson
 
 from relax_events.errors import ConfigError
+from relax_events.pipeline.regular_files import read_regular_text
 
 
 def require_same_vocabulary(policy: Path, teacher: Path) -> None:
@@ -37,7 +38,7 @@ def read_vocabulary(folder: Path) -> dict[int, str]:
     """
     path = folder / "tokenizer.json"
     try:
-        tree = orjson.loads(path.read_bytes())
+        tree = orjson.loads(read_regular_text(path))
         vocabulary, added = tree["model"]["vocab"], tree.get("added_tokens") or []
         pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((token, number) for number, (token, _) in enumerate(vocabulary))
         return {number: token for token, number in pairs} | {token["id"]: token["content"] for token in added}

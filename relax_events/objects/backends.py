@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from obstore.exceptions import BaseError
+from obstore.exceptions import AlreadyExistsError, BaseError, InvalidPathError, NotSupportedError
 from obstore.store import LocalStore, MemoryStore, from_url
 
-from relax_events.errors import ConfigError, ObjectError
+from relax_events.errors import ConfigError, ObjectError, StoreUnavailable
 
 SCHEMES = "file:///directory, memory://, s3://bucket/prefix or gs://bucket/prefix"
 errors: Counter[str] = Counter()
@@ -30,10 +30,10 @@ class Deadlines:
 
     connect_seconds: float = 5.0
     """To open a connection."""
-    request_seconds: float = 60.0
+    request_seconds: float = 30.0
     """For one request, its body included; large objects go in parts, so that this bounds a part."""
-    retry_seconds: float = 120.0
-    """After which a failed request is not tried again."""
+    retry_seconds: float = 20.0
+    """After which a failed request is not tried again within the call: a worker sends no heartbeat during one. See `outages` for what follows."""
     max_retries: int = 8
     """Tries after the first, with a growing, jittered pause of at most 5 s."""
 
@@ -61,6 +61,15 @@ class Backend:
     root: str
     storage: Any
     is_remote: bool
+    directory: Path | None = None
+    """Of a store on this machine."""
+
+    def is_there(self) -> bool:
+        """Tell whether a store on this machine has its directory; of a remote one only its answers tell."""
+        try:
+            return self.directory is None or self.directory.is_dir()
+        except OSError:  # such as the stale handle of a network file system
+            return False
 
 
 def open_backend(uri: str, *, deadlines: Deadlines) -> Backend:
@@ -92,34 +101,42 @@ def _open_directory(uri: str, parts: SplitResult) -> Backend:
     if parts.netloc or not path.is_absolute():
         raise ConfigError(f"objects.uri = {uri!r} must name an absolute directory, with three slashes: file:///directory")
     path.mkdir(parents=True, exist_ok=True)
-    return Backend(f"{path.resolve().as_uri()}/", LocalStore(path.resolve(), automatic_cleanup=True), is_remote=False)
+    directory = path.resolve()
+    return Backend(f"{directory.as_uri()}/", LocalStore(directory, automatic_cleanup=True), is_remote=False, directory=directory)
 
 
 @contextmanager
-def translated(action: str, uri: str) -> Iterator[None]:
-    """Raise storage errors as `ObjectError` that names the action, the object and the remedy.
+def translated(backend: Backend, action: str, key: str) -> Iterator[None]:
+    """Raise storage errors as ours, naming the action, the object and the remedy.
 
     Args:
+        backend: Which storage is asked.
         action: What is tried, such as `read`.
-        uri: Of the object.
+        key: Of the object.
     Raises:
-        ObjectError: The storage failed.
+        ObjectError: The storage answered, and there is something wrong with the object.
+        StoreUnavailable: The storage did not answer, refused to let us in, or is full.
     """
     try:
         yield
     except FileNotFoundError as error:
+        if not backend.is_there():
+            errors[action] += 1
+            raise StoreUnavailable(f"can't {action} {backend.root}{key}: the store's directory is gone; mount or restore {backend.root}") from error
         errors[action] += action != LOOK_UP  # where it is an answer
         raise ObjectError(
-            f"can't {action} {uri}: there is no such object; was it deleted by retention, or does objects.uri name another store?"
+            f"can't {action} {backend.root}{key}: there is no such object; was it deleted by retention, or does objects.uri name another store?"
         ) from error
     except (BaseError, OSError, ValueError) as error:
         errors[action] += 1
         text = first_line(error)
         if any(sign in text for sign in NO_SPACE):
-            raise ObjectError(
-                f"can't {action} {uri}: the object store is full; free space there or set objects.uri to a larger one ({text})"
-            ) from error
-        raise ObjectError(f"can't {action} {uri}: {text}") from error
+            remedy = f"the object store is full; free space there or set objects.uri to a larger one ({text})"
+            raise StoreUnavailable(f"can't {action} {backend.root}{key}: {remedy}") from error
+        is_ours = isinstance(error, (AlreadyExistsError, InvalidPathError, NotSupportedError, ValueError))
+        if is_ours or (not backend.is_remote and backend.is_there()):
+            raise ObjectError(f"can't {action} {backend.root}{key}: {text}") from error
+        raise StoreUnavailable(f"can't {action} {backend.root}{key}: {text}; is the store up, and may this process use it?") from error
 
 
 def first_line(error: Exception) -> str:

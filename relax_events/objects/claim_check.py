@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 EventT = TypeVar("EventT", bound="DataclassInstance")
 
 
-def check_in(event: EventT, store: ObjectStore, *, inline_max_bytes: int) -> EventT:
+def check_in(event: EventT, store: ObjectStore, *, inline_max_bytes: int, folder: str = "") -> EventT:
     """Store the large arrays of an event and return the event with references in their place.
 
     An event without large arrays is returned as it is, the same object.
@@ -29,6 +29,7 @@ def check_in(event: EventT, store: ObjectStore, *, inline_max_bytes: int) -> Eve
         event: A dataclass; only its own fields are looked at.
         store: Where the arrays go, by content.
         inline_max_bytes: Arrays above this are stored.
+        folder: Of the store, with a slash at its end.
     Raises:
         ObjectError: The store failed.
     """
@@ -36,7 +37,7 @@ def check_in(event: EventT, store: ObjectStore, *, inline_max_bytes: int) -> Eve
     for name in _field_names(type(event)):
         value = getattr(event, name)
         if isinstance(value, np.ndarray) and value.nbytes > inline_max_bytes:
-            stored[name] = store_array(value, store)
+            stored[name] = store_array(value, store, folder=folder)
     return _replaced(event, stored)
 
 
@@ -60,14 +61,14 @@ def check_out(event: EventT, store: ObjectStore, *, leave: Collection[str] = ())
     return _replaced(event, fetched)
 
 
-def store_array(array: NDArray[Any], store: ObjectStore) -> StoredArray:
-    """Put one array into the store, little-endian and in C order.
+def store_array(array: NDArray[Any], store: ObjectStore, *, folder: str = "") -> StoredArray:
+    """Put one array into a folder of the store, little-endian and in C order.
 
     Raises:
         ObjectError: The store failed.
     """
     plain = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    return StoredArray(plain.dtype.str, array.shape, store.put(plain.reshape(-1).view(np.uint8).data))
+    return StoredArray(plain.dtype.str, array.shape, store.put(plain.reshape(-1).view(np.uint8).data, folder=folder))
 
 
 def fetch_array(stored: StoredArray, store: ObjectStore) -> NDArray[Any]:

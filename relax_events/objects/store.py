@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from hashlib import sha256
 from typing import Self
 
 import obstore
+from obstore.exceptions import AlreadyExistsError
 
 from relax_events.errors import ObjectError
 from relax_events.events.parts import ObjectRef
 from relax_events.objects.backends import LOOK_UP, Backend, Deadlines, open_backend, translated
+from relax_events.objects.outages import ResultT, outages
 
 PART_BYTES = 16 * 1024**2
 NUM_PARALLEL_PARTS = 8
@@ -22,39 +25,42 @@ KEY_PATTERN = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]*(/[A-Za-z0-9_=-][A-Za-z
 class ObjectStore:
     """Objects under one root. Writes are atomic: a reader sees the whole object or none. Safe to use from several threads."""
 
-    def __init__(self, backend: Backend, *, moved_from: Iterable[str] = ()) -> None:
+    def __init__(self, backend: Backend, *, moved_from: Iterable[str] = (), waits: bool = True) -> None:
         """Wrap an opened storage; `open` is the usual way."""
         self._former_roots = tuple(f"{uri.rstrip('/')}/" for uri in moved_from)
+        self._backend, self._waits = backend, waits
         self._storage = backend.storage
         self._is_remote = backend.is_remote
         self._root = backend.root
 
     @classmethod
-    def open(cls, uri: str, *, deadlines: Deadlines | None = None, moved_from: Iterable[str] = ()) -> Self:
+    def open(cls, uri: str, *, deadlines: Deadlines | None = None, moved_from: Iterable[str] = (), waits: bool = True) -> Self:
         """Open the store at a URI; every `memory://` is a new, empty one.
 
         Args:
             uri: `file:///directory` (made if missing), `memory://`, `s3://bucket/prefix` or `gs://bucket/prefix`.
             deadlines: Of calls to a remote store.
             moved_from: URIs of stores whose objects were copied here: what refers to those is found here.
+            waits: Whether a worker waits when the store is away (see `outages`); else a call fails after its own deadline.
         Raises:
             ConfigError: The URI names no store, or one that can't be opened.
         """
-        return cls(open_backend(uri, deadlines=deadlines or Deadlines()), moved_from=moved_from)
+        return cls(open_backend(uri, deadlines=deadlines or Deadlines()), moved_from=moved_from, waits=waits)
 
-    def put(self, data: bytes | memoryview, *, suffix: str = "") -> ObjectRef:
+    def put(self, data: bytes | memoryview, *, suffix: str = "", folder: str = "") -> ObjectRef:
         """Store bytes under their own digest, `sha256/ab/abcd...`; content that is there already is not sent again.
 
         Args:
             data: The content; any contiguous buffer.
             suffix: Put behind the digest, such as `.png`.
+            folder: Put before it all, with a slash at its end; equal content in another folder is stored again.
         Raises:
-            ObjectError: The store is full, refuses, or does not answer before the deadline.
+            StoreUnavailable: The store is full, refuses, or does not answer before the deadline.
         """
         digest = sha256(data)
-        key = f"sha256/{digest.hexdigest()[:2]}/{digest.hexdigest()}{suffix}"
+        key = f"{folder}sha256/{digest.hexdigest()[:2]}/{digest.hexdigest()}{suffix}"
         num_bytes = memoryview(data).nbytes
-        if self._num_bytes(key) != num_bytes:
+        if self.num_bytes(key) != num_bytes:
             self._write(key, data)
         return ObjectRef(self.uri(key), digest.digest(), num_bytes)
 
@@ -67,15 +73,26 @@ class ObjectStore:
         self._write(key, data)
         return ObjectRef(self.uri(key), sha256(data).digest(), memoryview(data).nbytes)
 
+    def put_new(self, key: str, data: bytes) -> None:
+        """Store bytes under a name unless it is taken; then nothing changes.
+
+        Raises:
+            StoreUnavailable: As for `put`.
+        """
+        try:
+            self._call("write", self._checked(key), lambda: obstore.put(self._storage, key, data, mode="create"))
+        except ObjectError as error:
+            if not isinstance(error.__cause__, AlreadyExistsError):
+                raise
+
     def get(self, reference: ObjectRef) -> bytes:
         """Read an object and prove that it is the one that was stored.
 
         Raises:
-            ObjectError: It is missing, unreadable, of another size or digest, or lies outside this store.
+            ObjectError: It is missing, unreadable, of another size or digest, or lies outside this store. One of another size is not read.
         """
-        data = self.get_at(self.key(reference.uri))
-        if len(data) != reference.num_bytes:
-            raise ObjectError(f"{reference.uri} was altered: it must have {reference.num_bytes} bytes, got {len(data)}")
+        key = self.key(reference.uri)
+        data = self._call("read", key, lambda: self._read(key, expected_bytes=reference.num_bytes))
         if (seen := sha256(data).digest()) != reference.digest:
             raise ObjectError(f"{reference.uri} was altered: its SHA-256 must be {reference.digest.hex()}, got {seen.hex()}")
         return data
@@ -86,15 +103,20 @@ class ObjectStore:
         Raises:
             ObjectError: It is missing or unreadable.
         """
-        uri = self.uri(self._checked(key))
-        with translated("read", uri):
-            if not self._is_remote:
-                return bytes(obstore.get(self._storage, key).bytes())
-            return self._read_parts(key, num_bytes=obstore.head(self._storage, key)["size"])
+        return self._call("read", self._checked(key), lambda: self._read(key))
 
     def exists(self, key: str) -> bool:
         """Whether an object has this name."""
-        return self._num_bytes(key) is not None
+        return self.num_bytes(key) is not None
+
+    def folders(self, prefix: str) -> list[str]:
+        """Give the folders right under a folder, with a slash at their end, sorted; at the cost of one request for a thousand of them.
+
+        Raises:
+            StoreUnavailable: The store does not answer.
+        """
+        found = self._call("list", prefix, lambda: obstore.list_with_delimiter(self._storage, prefix)["common_prefixes"])
+        return sorted(f"{folder.rstrip('/')}/" for folder in found)
 
     def list(self, prefix: str) -> list[str]:
         """Give the names of all objects under a folder, sorted.
@@ -104,8 +126,7 @@ class ObjectStore:
         Raises:
             ObjectError: The store can't be read.
         """
-        with translated("list", self.uri(prefix)):
-            return sorted(item["path"] for item in obstore.list(self._storage, prefix or None).collect())
+        return self._call("list", prefix, lambda: sorted(item["path"] for item in obstore.list(self._storage, prefix or None).collect()))
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects by name, a local store in the given order; names that are gone already are passed over.
@@ -117,8 +138,7 @@ class ObjectStore:
         batches = ([checked] if checked else []) if self._is_remote else [[key] for key in checked]
         for batch in batches:
             try:
-                with translated("delete", self.uri(batch[0])):
-                    obstore.delete(self._storage, batch)
+                self._call("delete", batch[0], partial(obstore.delete, self._storage, batch))
             except ObjectError as error:
                 if not isinstance(error.__cause__, FileNotFoundError):
                     raise
@@ -143,10 +163,10 @@ class ObjectStore:
             raise ObjectError(f"{key!r} can't name an object: use letters, digits, '_', '=', '-', inner '.', and '/' between parts")
         return key
 
-    def _num_bytes(self, key: str) -> int | None:
+    def num_bytes(self, key: str) -> int | None:
+        """Return the size of a named object, None where there is none."""
         try:
-            with translated(LOOK_UP, self.uri(self._checked(key))):
-                size: int = obstore.head(self._storage, key)["size"]
+            size: int = self._call(LOOK_UP, self._checked(key), lambda: obstore.head(self._storage, key)["size"])
         except ObjectError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 return None
@@ -154,8 +174,26 @@ class ObjectStore:
         return size
 
     def _write(self, key: str, data: bytes | memoryview) -> None:
-        with translated("write", self.uri(self._checked(key))):
-            obstore.put(self._storage, key, memoryview(data).cast("B"), chunk_size=PART_BYTES, max_concurrency=NUM_PARALLEL_PARTS)
+        content = memoryview(data).cast("B")
+        put = partial(obstore.put, self._storage, key, content, chunk_size=PART_BYTES, max_concurrency=NUM_PARALLEL_PARTS)
+        self._call("write", self._checked(key), put)
+
+    def _call(self, action: str, key: str, call: Callable[[], ResultT]) -> ResultT:
+        """Do something with the storage, waiting for one that is away where this process waits at all."""
+
+        def attempt() -> ResultT:
+            with translated(self._backend, action, key):
+                return call()
+
+        return outages.ride_out(self._root, attempt) if self._waits else attempt()
+
+    def _read(self, key: str, *, expected_bytes: int | None = None) -> bytes:
+        num_bytes = obstore.head(self._storage, key)["size"]
+        if expected_bytes is not None and num_bytes != expected_bytes:
+            raise ObjectError(f"{self.uri(key)} was altered: it must have {expected_bytes} bytes, got {num_bytes}")
+        if not self._is_remote:
+            return bytes(obstore.get(self._storage, key).bytes())
+        return self._read_parts(key, num_bytes=num_bytes)
 
     def _read_parts(self, key: str, *, num_bytes: int) -> bytes:
         """Read in parts, side by side: the deadline of a request must not bound the size of an object."""

@@ -18,10 +18,14 @@ from typing import IO, Any
 
 import orjson
 
-from relax_events.broker.credentials import CREDENTIAL_VARIABLES
+from relax_events.pipeline.child_environment import child_environment
 
 LENGTHS = "num_bytes"
 """Key of a line under which the lengths stand."""
+FAILURE = "failure"
+"""Key of a child's last answer: what it did not foresee, before it ends."""
+EXIT_SECONDS = 1.0
+"""In which a child that answers no more has ended, and its own code or signal is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +39,20 @@ class ChildLost(Exception):
 class AnsweringChild:
     """The parent's side. It ends with us, and with whoever holds it. Used by one thread at a time."""
 
-    def __init__(self, module: str, *, setup: Mapping[str, Any]) -> None:
-        """Start the process, without the worker's credentials.
+    def __init__(self, module: str, *, setup: Mapping[str, Any], is_confined: bool = False) -> None:
+        """Start the process, without the worker's credentials and other secrets.
 
         Args:
             module: What it runs; it answers by `questions` and `answer`.
             setup: What it is told first.
+            is_confined: Whether it gets by without files, network and processes of its own: then it is kept from them.
         """
-        environment = {name: value for name, value in os.environ.items() if name not in CREDENTIAL_VARIABLES}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            [sys.executable, "-m", *(["relax_events.sandbox.confined"] if is_confined else []), module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            env={"OMP_NUM_THREADS": "1", **environment},
+            env=child_environment(),
         )
         self._finalizer = weakref.finalize(self, _end, self._process)
         assert self._process.stdin is not None
@@ -78,13 +82,21 @@ class AnsweringChild:
             answer = self._exchanged(b"".join(_message(question, contents)))
         finally:
             watch.cancel()
-        if answer is None:
-            raise ChildLost(late.is_set(), self.close())
+        if answer is None or FAILURE in answer[0]:
+            failure = "" if answer is None else f"{answer[0][FAILURE]}; "
+            raise ChildLost(late.is_set(), failure + self.close(exit_seconds=EXIT_SECONDS))
         return answer
 
-    def close(self) -> str:
-        """End the process, whatever it does; say how it ended."""
+    def close(self, *, exit_seconds: float = 0.0) -> str:
+        """End the process, whatever it does; say how it ended.
+
+        Args:
+            exit_seconds: In which it may end by itself, so that its own code or signal is told and not that of being killed.
+        """
         self._finalizer.detach()
+        if exit_seconds:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(exit_seconds)
         code = _end(self._process)
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
@@ -104,6 +116,16 @@ def questions(requests: IO[bytes]) -> Iterator[tuple[dict[str, Any], bytes]]:
     """Give the questions that a child is asked, until there are no more; for the child's side."""
     while (question := _read(requests)) is not None:
         yield question
+
+
+@contextlib.contextmanager
+def failing_aloud(answers: IO[bytes]) -> Iterator[None]:
+    """Answer an error that nobody foresaw by its name and text, before the child ends of it; for the child's side."""
+    try:
+        yield
+    except Exception as error:
+        answer(answers, {FAILURE: f"{type(error).__name__}: {error}"})
+        raise
 
 
 def answer(answers: IO[bytes], said: Mapping[str, Any], contents: Sequence[bytes | memoryview] = ()) -> None:

@@ -3,55 +3,108 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from types import MappingProxyType
 
 import structlog
 
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import LogReader
 from relax_events.broker.records import Record
-from relax_events.errors import AccessDenied, BrokerError, CorruptRecord, RelaxError, SchemaError
+from relax_events.errors import AccessDenied, BrokerError, ClientFailed, CorruptRecord, RelaxError, SchemaError
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Command
 from relax_events.events.types import EnginesEnlisted, Event, PolicyVersionPublished, RunCommanded
+from relax_events.pipeline.publications import PUBLICATIONS, RECENT_VERSIONS, begins_of, newest_publications
 from relax_events.topics import TopicPlan
+from relax_events.topics.contents import belongs_on
+from relax_events.topics.plan import REPORT_TOPICS
 
 log = structlog.get_logger()
-ALWAYS = ("control.schemas", "control.policy-versions", "control.commands")
+WHOLE = ("control.schemas", "control.engines", "control.commands")
+"""Read from their beginning: one is compacted, and of schemas and commands a run has few."""
+ALWAYS = (*WHOLE, PUBLICATIONS)
+RECENT_REPORTS = 500
+"""Reports of metrics of each role that a follower reads back at its start: the newest of each worker are among them."""
+STOP_SECONDS = 5.0
+NO_BEGINS: Mapping[str, int] = MappingProxyType({})
 Listener = Callable[[Event], None]
 
 
 class ControlFollower:
-    """Reads control topics from their beginning, then live, in a thread of its own.
+    """Reads control topics from where a reader can begin, then live, in a thread of its own.
 
-    Listeners are called in that thread, in log order, once the follower has caught up; each topic has one partition,
-    so all workers see the same order. Versions are monotonic: an older one that appears again is ignored.
+    What it reads at its start does not grow with the run: of versions the newest, and of steps and ends what was committed since the first of
+    those, which sums up what lies before it (`PolicyVersionPublished`).
+    Listeners are called in log order of each topic: while it starts in the thread that starts it, then in its own. Each topic has one
+    partition, so all workers see the same order. Versions are monotonic: an older one that appears again is ignored.
     """
 
-    def __init__(self, connection: Connection, plan: TopicPlan, codec: EventCodec, *, also: Sequence[str] = ()) -> None:
-        self._codec = codec
+    def __init__(
+        self, connection: Connection, plan: TopicPlan, codec: EventCodec, *, also: Sequence[str] = (), num_versions: int = RECENT_VERSIONS
+    ) -> None:
+        """Read what is there of versions and commands.
+
+        Args:
+            connection: How to reach the broker.
+            plan: The run's topics.
+            codec: Learns the schemas of other writers.
+            also: Control topics to follow besides those that every worker follows; those of roles that the run lacks are left out.
+            num_versions: Newest versions to read at the least; never fewer than the window has.
+        """
+        self._codec, self._plan = codec, plan
+        self._also = tuple(filter(plan.has, also))
         self._schemas_topic = plan.topic("control.schemas")
-        self._places = [(plan.topic(entity), 0) for entity in (*ALWAYS, *also)]
         self._connection = connection
         self._listeners: list[Listener] = []
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._learnt: dict[tuple[str, int], int] = {}
+        self._starts: dict[tuple[str, int], int] = {}
+        self._published: set[tuple[str, bytes]] = set()
         self.latest: PolicyVersionPublished | None = None
         self.enlisted: EnginesEnlisted | None = None
+        self._checking: LogReader | None = None
+        self._checked_to, self._checked_version = 0, -1
         self._reader = LogReader(connection)
-        events = [event for record in self._reader.read_to_end(self._places) if (event := self._take(record)) is not None]
-        self.history: list[Event] = still_valid(events)
+        commands = [event for record in self._reader.read_to_end(self._places(WHOLE)) if (event := self._take(record)) is not None]
+        published = self._read_versions(max(num_versions, plan.num_slots + 1))
+        self._begins = begins_of(published, plan)
+        self.cluster_id = self._reader.cluster_id(self._schemas_topic)
+        self.history: list[Event] = [*published, *still_valid(commands)]
         self._thread = threading.Thread(target=self._follow, name="control", daemon=True)
 
-    def start(self, *listeners: Listener) -> None:
-        """Replay what was read so far to the listeners, then go on live."""
+    def _places(self, entities: Iterable[str]) -> list[tuple[str, int]]:
+        return [(self._plan.topic(entity), 0) for entity in entities]
+
+    def _read_versions(self, num_versions: int) -> list[PolicyVersionPublished]:
+        found = newest_publications(self._reader, self._plan, self._decode, enough=lambda found: len(found) >= num_versions)
+        return [event for event in found if self._is_newer(event)]
+
+    def start(self, *listeners: Listener, begins: Mapping[str, int] = NO_BEGINS) -> None:
+        """Tell the listeners what was read so far and what there is of the other topics, then go on live.
+
+        Args:
+            listeners: Called with each event.
+            begins: Offsets to begin at, by entity, for topics of which the caller knows what lies before.
+        """
         self._listeners = list(listeners)
         history, self.history = self.history, []
         for event in history:
             self._tell(event)
-        self._reader.assign({place: self._learnt.get(place, 0) for place in self._places})
+        spans = {(self._plan.topic(entity), 0): self._span(entity, begins) for entity in self._also}
+        for record in self._reader.stream(spans):
+            self._hear(record)
+        starts = {place: start for place, (start, _) in spans.items()} | dict.fromkeys(self._places(ALWAYS), 0)
+        self._starts = {place: self._learnt.get(place, start) for place, start in starts.items()}
+        self._reader.assign(self._starts)
         self._thread.start()
+
+    def _span(self, entity: str, begins: Mapping[str, int]) -> tuple[int, int]:
+        low, high = self._reader.watermarks(self._plan.topic(entity), 0)
+        start = max(high - RECENT_REPORTS, 0) if entity in REPORT_TOPICS else self._begins.get(entity, 0)
+        return max(begins.get(entity, start), low), high
 
     @property
     def policy_version(self) -> int:
@@ -59,10 +112,35 @@ class ControlFollower:
         latest = self.latest
         return latest.policy_version if latest else -1
 
+    def position(self, entity: str) -> int:
+        """Return the offset behind the last record of a topic that was read; to a listener that is the one of its event."""
+        return self._learnt.get((self._plan.topic(entity), 0), 0)
+
     def wait_for_version(self, version: int, *, timeout_seconds: float) -> bool:
         """Wait until `version` or a newer one is published."""
         with self._changed:
             return self._changed.wait_for(lambda: self.policy_version >= version, timeout_seconds)
+
+    def is_published(self, version: int) -> bool:
+        """Tell whether a version, or a newer one, is on the log by now: read up to its end, whatever the thread has read. For one thread alone.
+
+        Raises:
+            BrokerError: The log can't be read.
+        """
+        place = (self._plan.topic(PUBLICATIONS), 0)
+        start = max(self._checked_to, self.position(PUBLICATIONS) - 1)  # the thread may not have taken in the last one that it has read
+        if self.policy_version >= version:
+            return True
+        if self._checking is None:
+            self._checking = LogReader(self._connection, fetch_wait_ms=1)
+        end = self._checking.watermarks(*place)[1]
+        for record in self._checking.stream({place: (start, end)}, with_damaged=True):
+            with suppress(CorruptRecord, SchemaError):
+                event = self._codec.decode(record.value)
+                if isinstance(event, PolicyVersionPublished):
+                    self._checked_version = max(self._checked_version, event.policy_version)
+        self._checked_to = max(self._checked_to, end)
+        return max(self._checked_version, self.policy_version) >= version
 
     def learn_schemas(self) -> None:
         """Read control.schemas to its end now: someone used a schema that is new to us."""
@@ -73,16 +151,51 @@ class ControlFollower:
         finally:
             reader.close()
 
-    def close(self) -> None:
-        """Stop following."""
+    def stop(self) -> None:
+        """Stop following; the listeners hear no more from the thread."""
         self._closing.set()
         if self._thread.ident is not None:
-            self._thread.join(5)
+            self._thread.join(STOP_SECONDS)
+
+    def read_rest(self) -> None:
+        """Tell the listeners, in this thread, what the followed topics hold up to now and was not read before `stop`.
+
+        Topics have no order among each other: a command may be read before the train steps that were committed before it.
+
+        Raises:
+            BrokerError, BrokerUnavailable: The log could not be read.
+        """
+        self.stop()
+        if self._thread.is_alive():
+            return  # a listener does not come back: its thread has the reader
+        spans = {place: (self._learnt.get(place, start), self._reader.watermarks(*place)[1]) for place, start in self._starts.items()}
+        for record in self._reader.stream(spans):
+            self._hear(record)
+
+    def close(self) -> None:
+        """Stop following, and close the connections."""
+        self.stop()
         self._reader.close()
+        if self._checking is not None:
+            self._checking.close()
+
+    def check(self) -> None:
+        """Raise what ended the following; the work loop asks, since it would never hear of a version or a command again.
+
+        Raises:
+            AccessDenied: We may not read the control topics.
+            ClientFailed: The client, or a listener, failed for good.
+        """
+        self._connection.refusals.check()
 
     def _follow(self) -> None:
-        while not self._closing.is_set():
-            self.turn(timeout_seconds=0.5)
+        try:
+            while not self._closing.is_set():
+                self.turn(timeout_seconds=0.5)
+        except Exception as error:  # the boundary of the thread: whatever it is ends the process
+            log.exception("control.failed")
+            what = f"the thread that follows the control log ended with {type(error).__name__}: {error}"
+            self._connection.refusals.deny(ClientFailed(f"{what}; this process must start again to hear of versions and commands"))
 
     def turn(self, *, timeout_seconds: float) -> None:
         """Wait for records, and tell the listeners what is in them."""
@@ -90,37 +203,55 @@ class ControlFollower:
             records = self._reader.fetch(timeout_seconds=timeout_seconds)
         except BrokerError as error:
             log.warning("control.disturbed", error=str(error))
-            if isinstance(error, AccessDenied):
+            if isinstance(error, AccessDenied | ClientFailed):
                 self._connection.refusals.deny(error)
             self._closing.wait(timeout_seconds)  # the next try may fail as fast
             return
         for record in records:
-            event = self._take(record)
-            if event is not None:
-                self._tell(event)
+            self._hear(record)
+
+    def _hear(self, record: Record) -> None:
+        event = self._take(record)
+        if event is not None:
+            self._tell(event)
 
     def _take(self, record: Record) -> Event | None:
-        self._learnt[record.topic, record.partition] = record.offset + 1
         if record.topic == self._schemas_topic:
+            self._learnt[record.topic, record.partition] = record.offset + 1
             self._learn(record)
             return None
-        try:
-            event = self._codec.decode(record.value)
-        except (CorruptRecord, SchemaError, BrokerError) as error:  # of the broker's: a stranger's schema, and a registry that is away
-            log.error("control_record.refused", place=record.place, error=str(error))
-            return None
+        event = self._decode(record)
         if isinstance(event, PolicyVersionPublished) and not self._is_newer(event):
             return None
         if isinstance(event, EnginesEnlisted) and (self.enlisted is None or event.list_version > self.enlisted.list_version):
             self.enlisted = event
         return event
 
+    def _decode(self, record: Record) -> Event | None:
+        place = (record.topic, record.partition)
+        self._learnt[place] = max(record.offset + 1, self._learnt.get(place, 0))
+        try:
+            event = self._codec.decode(record.value)
+        except (CorruptRecord, SchemaError, BrokerError) as error:  # of the broker's: a stranger's schema, and a registry that is away
+            log.error("control_record.refused", place=record.place, error=str(error))
+            return None
+        if belongs_on(entity := self._plan.entity(record.topic), event):
+            return event
+        log.error("control_record.refused", place=record.place, error=f"{entity} holds no {type(event).__name__}: its writer may not say it")
+        return None
+
+    def has_schema(self, fingerprint: bytes, schema: bytes) -> bool:
+        """Tell whether a schema stands on control.schemas, with these ids at the registry."""
+        return (fingerprint.hex(), schema) in self._published
+
     def _learn(self, record: Record) -> None:
         if record.value:
             try:
-                self._codec.learn(record.value)
+                self._codec.learn(record.value, key=record.key)
             except SchemaError as error:
                 log.error("control_record.refused", place=record.place, error=str(error))
+            else:
+                self._published.add((record.key, record.value))
 
     def _is_newer(self, event: PolicyVersionPublished) -> bool:
         if event.policy_version <= self.policy_version:

@@ -15,18 +15,25 @@ from relax_events import __version__
 from relax_events.broker.consumer import LogReader
 from relax_events.broker.records import Record
 from relax_events.config import RunConfig
+from relax_events.config.algorithm_spec import FromLog
 from relax_events.errors import ConfigError, CorruptRecord, SchemaError
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import Event, RunDescribed
 from relax_events.topics import TopicPlan
 
-PLACE_KEYS = {"broker": {"bootstrap_servers", "client"}}
+PLACE_KEYS = {"broker": {"bootstrap_servers", "client", "embedded_password_file"}}
 SHAPE_KEYS = ("shards", "queue_partitions", "replication_factor", "lease", "lease_seconds", "compression")
 """Of the broker table only these are told: topics follow from them, and none can hold an address or a secret."""
 
 
-def describe(config: RunConfig) -> RunDescribed:
-    """Return what the log is told about a run. Its folders come out absolute, since whoever reads it stands elsewhere."""
+def describe(config: RunConfig, *, from_version: int | None = None, store_mark: str = "") -> RunDescribed:
+    """Return what the log is told about a run. Its folders come out absolute, since whoever reads it stands elsewhere.
+
+    Args:
+        config: The run file as resolved.
+        from_version: The newest policy version, from which on these settings hold; None before the first.
+        store_mark: Value of its object store's marker.
+    """
     tree = config.model_dump(mode="json")
     tree["broker"] = {key: tree["broker"][key] for key in SHAPE_KEYS}
     places = (("run", "directory"), ("model", "path"), ("critic", "model_path"), ("teacher", "model_path"), ("judge", "model_path"))
@@ -40,6 +47,8 @@ def describe(config: RunConfig) -> RunDescribed:
         package_version=__version__,
         source_run=config.source.run or None,
         source_version=config.source.from_version if config.source.run else None,
+        from_version=from_version,
+        store_mark=store_mark,
     )
 
 
@@ -56,21 +65,27 @@ def is_told(described: RunDescribed, history: Iterable[Event]) -> bool:
 
 
 def _content(described: RunDescribed) -> tuple[Any, ...]:
-    return described.run_id, described.config, described.package_version
+    return described.run_id, described.config, described.package_version, described.store_mark
 
 
-def described_config(described: RunDescribed, *, run_id: str) -> RunConfig:
+def described_config(described: RunDescribed, *, run_id: str, own: RunConfig | None = None) -> RunConfig:
     """Return the configuration that a description holds; its broker table says nothing of where the broker is.
+
+    It was written by others: no code is run that it names by path, besides the algorithm of a run file of one's own.
 
     Args:
         described: As read from the log.
         run_id: Of the log. Records that were imported under another id still hold the first one.
+        own: The run file of whoever asks.
     Raises:
         ConfigError: It was written by a release whose keys this one does not know.
     """
-    tree = orjson.loads(described.config)
     try:
-        config = RunConfig.model_validate(tree)
+        tree = orjson.loads(described.config)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"the log's description of run {described.run_id} is not JSON: {error}; name a run file of your own") from None
+    try:
+        config = RunConfig.model_validate(tree, context=FromLog(own.algorithm.name if own and not own.algorithm.is_unread else ""))
         return config if described.run_id == run_id else _moved(config, run_id)
     except ValidationError as error:
         key = ".".join(map(str, error.errors()[0]["loc"]))
@@ -89,7 +104,7 @@ def read_description(reader: LogReader, run_id: str) -> RunDescribed | None:
     codec, newest = EventCodec(), None
     for record in _whole(reader, TopicPlan.topic_of(run_id, "control.schemas")):
         with suppress(SchemaError):  # a stranger's record, which the roles have in their logs
-            codec.learn(record.value)
+            codec.learn(record.value, key=record.key)
     for record in _whole(reader, TopicPlan.topic_of(run_id, "control.commands")):
         with suppress(CorruptRecord, SchemaError):
             event = codec.decode(record.value)

@@ -20,7 +20,8 @@ class Drain:
     def __init__(self, *, seconds: float) -> None:
         self._seconds = seconds
         self._event = threading.Event()
-        self._signalled = False
+        self.signal: int | None = None
+        """The signal that asked for it, if one did."""
         self._started = 0.0
         self._listeners: list[Callable[[], None]] = []
 
@@ -49,16 +50,21 @@ class Drain:
         return self._event.is_set()
 
     @property
+    def elapsed_ratio(self) -> float:
+        """Share of the deadline that has passed; 0 before the request."""
+        return (time.monotonic() - self._started) / self._seconds if self.requested else 0.0
+
+    @property
     def overdue(self) -> bool:
         """Whether the deadline has passed."""
-        return self.requested and time.monotonic() - self._started > self._seconds
+        return self.elapsed_ratio > 1.0
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait for the request; return whether it came."""
         return self._event.wait(timeout_seconds)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self._signalled:
+        if self.signal is not None:
             os._exit(128 + number)
-        self._signalled = True
+        self.signal = number
         self.start()

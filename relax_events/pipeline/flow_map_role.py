@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from relax_events.broker.deadline import Deadline
@@ -82,10 +82,10 @@ class FlowMapRole(MapRole):
 
     def _turn(self, *, takes: bool) -> None:
         started, is_busy = time.monotonic(), self._num_held > 0
-        if takes and (room := self._flow.room) > 0:
-            self._take(self._consumer.fetch(min(room, self._max_records), timeout_seconds=0.0 if is_busy else IDLE_SECONDS))
-        elif not is_busy:
-            self._worker.drain.wait(IDLE_SECONDS)
+        self._fetch(timeout_seconds=0.0 if is_busy or (takes and self._fetched) else IDLE_SECONDS)
+        while takes and self._fetched and self._flow.room > 0:
+            self._take(self._fetched.popleft())
+            self._worker.progressed()
         done = self._flow.poll(timeout_seconds=STEP_SECONDS) if self._num_held else []
         self._finish(done, started)
         self._take_versions()
@@ -93,16 +93,15 @@ class FlowMapRole(MapRole):
         self._worker.beats.advance_to(self._flow.progress)
         self._worker.tick(working=is_busy)
 
-    def _take(self, records: Iterable[Record]) -> None:
-        for record in records:
-            place = (record.topic, record.partition)
-            self._behind[place] = record.offset + 1
-            if self._worker.is_expired(record.policy_version):
-                self._worker.metrics.expired(1)
-            elif (sample := self._sample(record)) is not None:
-                work = self._worker.traces.begin(self._operation, sample.prompt_group_id, topic="rollout.samples")
-                self._held.setdefault(place, {})[record.offset] = (sample.policy_version, work)
-                self._flow.begin((*place, record.offset), sample)
+    def _take(self, record: Record) -> None:
+        place = (record.topic, record.partition)
+        self._behind[place] = record.offset + 1
+        if self._worker.is_expired(record.policy_version):
+            self._worker.metrics.expired(1)
+        elif (sample := self._sample(record)) is not None:
+            work = self._worker.traces.begin(self._operation, sample.prompt_group_id, topic="rollout.samples")
+            self._held.setdefault(place, {})[record.offset] = (sample.policy_version, work)
+            self._flow.begin((*place, record.offset), sample)
 
     def _finish(self, done: Sequence[Done], started: float) -> None:
         """Send answers, and commit as far as all is answered."""

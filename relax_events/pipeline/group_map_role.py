@@ -18,9 +18,9 @@ class GroupMapRole(MapRole):
     prompt group that is never completed, since its generation was cut short, is let go when its version leaves the window.
     """
 
-    def __init__(self, worker: Worker, handle: Handle, *, max_records: int = 256) -> None:
+    def __init__(self, worker: Worker, handle: Handle, *, max_records: int = 256, max_part_records: int | None = None) -> None:
         self._join = GroupJoin(evaluators=frozenset(), needs_scores=False)
-        super().__init__(worker, handle, max_records=max_records)
+        super().__init__(worker, handle, max_records=max_records, max_part_records=max_part_records)
 
     def _sample(self, record: Record) -> SampleRolledOut | None:
         sample = super()._sample(record)

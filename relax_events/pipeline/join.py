@@ -2,7 +2,8 @@
 
 Pure state: records go in, complete prompt groups come out. All inputs are partitioned alike, so a join never crosses a
 partition. A prompt group that was generated twice on different policy versions forms two joins, one in each slot; the
-trainer keeps whichever it sees first.
+trainer keeps whichever it sees first. Generated twice on one version, it is joined whole from the generation that is complete first: samples,
+scores and evaluations of different generations are never put together, since they may be of different tokens.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class JoinedGroup:
     prompt_group_id: str
     policy_version: int
     partition: int
+    generation_digest: str = ""
     samples: dict[str, SampleRolledOut] = field(default_factory=dict)
     scores: dict[str, SampleScored] = field(default_factory=dict)
     evaluations: dict[str, dict[str, SampleEvaluated]] = field(default_factory=dict)
@@ -65,10 +67,14 @@ class GroupJoin:
 
     def __init__(self, *, evaluators: frozenset[str], needs_scores: bool = True) -> None:
         self._evaluators, self._needs_scores = evaluators, needs_scores
-        self._open: dict[Key, JoinedGroup] = {}
+        self._open: dict[Key, dict[str, JoinedGroup]] = {}
+        """By prompt group and version, then by generation."""
         self._held: dict[Place, dict[int, Key]] = {}
         self._positions: dict[Place, int] = {}
-        self._done: dict[Key, int] = {}
+        self._done: dict[Key, str | None] = {}
+        """The generation that was joined; None where the prompt group was over otherwise."""
+        self.num_dropped = 0
+        """Records of generations that were not joined, since another one of the same prompt group and version was."""
 
     @property
     def num_open(self) -> int:
@@ -76,8 +82,8 @@ class GroupJoin:
         return len(self._open)
 
     def add(self, record: Record, event: SampleRolledOut | SampleScored | SampleEvaluated) -> JoinedGroup | None:
-        """Take in one event; return its prompt group when that makes it complete. What came before is ignored."""
-        group = self._group_of(record, (event.prompt_group_id, event.policy_version))
+        """Take in one event; return its prompt group when that makes a generation of it complete. What came before is ignored."""
+        group = self._group_of(record, (event.prompt_group_id, event.policy_version), event.generation_digest)
         if group is None:
             return None
         if isinstance(event, SampleRolledOut):
@@ -89,8 +95,9 @@ class GroupJoin:
         return group if group.is_complete(self._evaluators, needs_scores=self._needs_scores) else None
 
     def poison(self, record: Record, reason: str) -> JoinedGroup | None:
-        """Note that a record of a prompt group is unusable: the prompt group is over. Return it the first time."""
-        group = self._group_of(record, (record.key, -1 if record.policy_version is None else record.policy_version))
+        """Note that a record of a prompt group is unusable: the prompt group is over, in all its generations. Return it the first time."""
+        key = (record.key, -1 if record.policy_version is None else record.policy_version)
+        group = self._group_of(record, key, next(iter(self._open.get(key, ("",)))))
         if group is not None:
             group.poisoned = reason
         return group
@@ -100,25 +107,29 @@ class GroupJoin:
         self._positions[record.topic, record.partition] = record.offset + 1
 
     def close(self, group: JoinedGroup) -> None:
-        """Forget a prompt group that was dealt with; late copies of its records are ignored."""
+        """Forget a prompt group that was dealt with, with its other generations; late records of any of them are ignored."""
         key = (group.prompt_group_id, group.policy_version)
-        del self._open[key]
-        self._done[key] = group.policy_version
-        for place, offset in group.held:
-            self._held[place].pop(offset, None)
+        is_joined = not group.poisoned and group.is_complete(self._evaluators, needs_scores=self._needs_scores)
+        if is_joined:
+            self.num_dropped += sum(len(other.held) for other in self._open[key].values() if other is not group)
+        self._forget(key)
+        self._done[key] = group.generation_digest if is_joined else None
 
     def expired(self, oldest_version: int) -> list[JoinedGroup]:
-        """Return the open prompt groups of versions below `oldest_version`, and forget finished ones of such versions."""
-        for key in [key for key, version in self._done.items() if version < oldest_version]:
+        """Return the open prompt groups of versions below `oldest_version`, and forget finished ones of such versions.
+
+        Of several generations it is one whose samples are all there, if any is.
+        """
+        for key in [key for key in self._done if key[1] < oldest_version]:
             del self._done[key]
-        return [group for group in self._open.values() if group.policy_version < oldest_version]
+        late = [generations.values() for (_, version), generations in self._open.items() if version < oldest_version]
+        return [max(generations, key=lambda group: group.is_rolled_out) for generations in late]
 
     def drop_partition(self, topic: str, partition: int) -> None:
         """Forget what belongs to a partition that went to another member; it will read it again."""
         self._positions.pop((topic, partition), None)
-        for group in [group for group in self._open.values() if group.partition == partition]:
-            self.close(group)
-            del self._done[group.prompt_group_id, group.policy_version]
+        for key in [key for key, generations in self._open.items() if next(iter(generations.values())).partition == partition]:
+            self._forget(key)
 
     def low_watermarks(self) -> list[TopicOffset]:
         """Return, for each input partition, the position below which nothing is needed any more."""
@@ -128,14 +139,21 @@ class GroupJoin:
             marks.append(TopicOffset(topic, partition, oldest))
         return marks
 
-    def _group_of(self, record: Record, key: Key) -> JoinedGroup | None:
+    def _forget(self, key: Key) -> None:
+        for group in self._open.pop(key).values():
+            for place, offset in group.held:
+                self._held[place].pop(offset, None)
+
+    def _group_of(self, record: Record, key: Key, generation: str) -> JoinedGroup | None:
         place = (record.topic, record.partition)
         self._positions[place] = record.offset + 1
         if key in self._done:
+            self.num_dropped += self._done[key] not in (None, generation)
             return None
-        group = self._open.get(key)
+        generations = self._open.setdefault(key, {})
+        group = generations.get(generation)
         if group is None:
-            group = self._open[key] = JoinedGroup(key[0], key[1], record.partition)
+            group = generations[generation] = JoinedGroup(key[0], key[1], record.partition, generation)
         if record.offset not in self._held.setdefault(place, {}):
             self._held[place][record.offset] = key
             group.held.append((place, record.offset))

@@ -7,7 +7,8 @@ under the same ids; whoever reads them keeps the first.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from relax_events.broker.consumer import GroupConsumer
@@ -27,15 +28,18 @@ Handle = Callable[[Sequence[SampleRolledOut]], Sequence[OutRecord]]
 """Raises PoisonSample when one of the samples can't be handled; it is then called for each alone."""
 Fit = tuple[Record, SampleRolledOut]
 IDLE_SECONDS = 0.5
+TAKING_SECONDS = 10.0
+"""A part ends when taking its records from log and object store has lasted so long."""
 
 
 class MapRole:
     """The loop of a role over `rollout.samples`.
 
-    Waits for records; is unblocked by the broker, or every half second to beat. Records whose version left the window
-    are passed over without being decoded, and a newly published version moves the consumer past what is stale in its slot.
-    With `max_tokens` a record batch is handled in parts, oldest version first, and each part's outputs go out at once: who waits for
-    the first of them does not wait for the last. `between` is called after every record batch, and every half second without one.
+    Each turn polls, takes one part of what was fetched, handles it, and commits it: so the time to a commit does not grow with what was fetched,
+    a drain loses one part at most, and a rebalance waits for one part at most. The partition with the oldest version goes first: who waits for
+    the first outputs does not wait for the last. Waits for records; is unblocked by the broker, or every half second to beat. While the worker is
+    paused it polls and takes nothing. Records whose version left the window are passed over without being decoded, and a newly published
+    version moves the consumer past what is stale in its slot. `between` is called after every part, and every half second without one.
     """
 
     def __init__(
@@ -45,47 +49,88 @@ class MapRole:
         *,
         max_records: int = 256,
         max_tokens: int | None = None,
+        max_part_records: int | None = None,
         listeners: Sequence[Listener] = (),
         between: Callable[[], None] = lambda: None,
     ) -> None:
+        """Join the consumer group.
+
+        Args:
+            worker: Of the role.
+            handle: Makes the outputs of a part.
+            max_records: How many records are held that no part has taken yet.
+            max_tokens: A part ends with the sample that brings it to so many tokens.
+            max_part_records: How many records a part takes at most; all that are held by default.
+            listeners: Are told of control events.
+            between: See above.
+        """
         self._worker, self._handle, self._max_records, self._max_tokens = worker, handle, max_records, max_tokens
+        self._max_part_records = max_part_records or max_records
         self._topic = worker.plan.topic("rollout.samples")
         self._operation = "score" if worker.role in ("reward", "judge") else "evaluate"
         self._published: list[PolicyVersionPublished] = []
         self._listeners, self._between = listeners, between
+        self._fetched: deque[Record] = deque()
         self._consumer = GroupConsumer(
-            worker.connection, consumer_group=worker.plan.consumer_group(worker.role), topics=[self._topic], on_revoked=self._give_back
+            worker.connection, consumer_group=worker.plan.consumer_group(worker.role), topics=[self._topic], on_revoked=self._revoked
         )
         worker.reads(self._consumer)
 
     def run(self) -> None:
-        """Work until the drain starts; then finish the record batch at hand and leave the group."""
+        """Work until the drain starts; then finish the part at hand and leave the group."""
         worker = self._worker
         worker.follow(self._note_version, *self._listeners)
         while not worker.drain.requested:
-            records = [] if worker.paused else self._consumer.fetch(self._max_records, timeout_seconds=IDLE_SECONDS)
-            if records:
-                self._process(records)
-            elif worker.paused:
-                worker.drain.wait(IDLE_SECONDS)
+            is_busy = bool(self._fetched) and not worker.paused
+            self._fetch(timeout_seconds=0.0 if is_busy else IDLE_SECONDS)
+            is_working = bool(self._fetched) and not worker.paused
+            if is_working:
+                self._process()
             self._take_versions()
             self._between()
-            worker.tick(working=bool(records))
+            worker.tick(working=is_working)
         self._consumer.close()
 
-    def _process(self, records: list[Record]) -> None:
-        started = time.monotonic()
-        live = [record for record in records if not self._worker.is_expired(record.policy_version)]
-        self._worker.metrics.expired(len(records) - len(live))
-        ready = self._ready([(record, sample) for record in live if (sample := self._sample(record)) is not None])
-        self._worker.beats.num_in_flight = len(ready)
-        for part in parts_of(ready, max_tokens=self._max_tokens):
-            with self._worker.traces.each(self._operation, (sample.prompt_group_id for _, sample in part), topic="rollout.samples"):
-                for out in self._outputs(part):
+    def _fetch(self, *, timeout_seconds: float) -> None:
+        """Poll, which keeps the membership whatever else happens, and hold what comes: nothing while the worker is paused, or enough is held."""
+        room = self._max_records - len(self._fetched)
+        if self._worker.paused or room <= 0:
+            self._consumer.pause()
+        else:
+            self._consumer.resume()
+        if records := self._consumer.fetch(max(room, 1), timeout_seconds=timeout_seconds):
+            self._fetched = deque(oldest_version_first((*self._fetched, *records)))
+
+    def _process(self) -> None:
+        """Take a part, handle it, commit it."""
+        started, beats = time.monotonic(), self._worker.beats
+        taken, ready = self._take_part(started)
+        beats.num_in_flight = len(ready)
+        if ready:
+            with self._worker.traces.each(self._operation, (sample.prompt_group_id for _, sample in ready), topic="rollout.samples"):
+                for out in self._outputs(ready):
                     self._worker.producer.send(out)
-        self._commit_when_safe(self._done_offsets(records))
-        self._worker.beats.num_in_flight = 0
-        self._worker.finished(len(records), started)
+        self._commit_when_safe(self._done_offsets(taken))
+        beats.num_in_flight = 0
+        self._worker.finished(len(taken), started)
+
+    def _take_part(self, started: float) -> tuple[list[Record], list[Fit]]:
+        """Take records until they bring a part's worth of samples; return them, and the samples that can be handled now."""
+        taken: list[Record] = []
+        ready: list[Fit] = []
+        num_tokens = 0
+        while self._fetched and len(taken) < self._max_part_records and (self._max_tokens is None or num_tokens < self._max_tokens):
+            record = self._fetched.popleft()
+            taken.append(record)
+            if self._worker.is_expired(record.policy_version):
+                self._worker.metrics.expired(1)
+            elif (sample := self._sample(record)) is not None:
+                ready += self._ready([(record, sample)])
+                num_tokens += len(dense(sample.tokens, what=f"sample {sample.sample_id}: tokens"))
+            self._worker.progressed()  # large arrays are fetched here
+            if time.monotonic() - started > TAKING_SECONDS:
+                break
+        return taken, ready
 
     def _commit_when_safe(self, offsets: list[TopicOffset], *, wait: Deadline | None = None) -> None:
         """Commit inputs once all that was sent is acknowledged."""
@@ -100,11 +145,17 @@ class MapRole:
         return fit
 
     def _done_offsets(self, records: list[Record]) -> list[TopicOffset]:
-        """Return up to where the inputs have been used up, after a record batch."""
+        """Return up to where the inputs have been used up, after a part."""
         return next_offsets(records)
 
+    def _revoked(self, offsets: list[TopicOffset], deadline: Deadline) -> None:
+        """Let go of partitions: another member will read what no part has taken."""
+        places = {(offset.topic, offset.partition) for offset in offsets}
+        self._fetched = deque(record for record in self._fetched if (record.topic, record.partition) not in places)
+        self._give_back(offsets, deadline)
+
     def _give_back(self, offsets: list[TopicOffset], deadline: Deadline) -> None:
-        """Let go of partitions; nothing is held between record batches."""
+        """Let go of what is held of partitions between parts: nothing."""
 
     def _outputs(self, fit: Sequence[tuple[Record, SampleRolledOut]]) -> Sequence[OutRecord]:
         """Handle the samples together; when one of them turns out to be poison, each for itself, and that one goes to the dead letters."""
@@ -156,21 +207,13 @@ class MapRole:
                 self._consumer.seek(self._topic, partition, offset)
 
 
-def parts_of(fit: Sequence[Fit], *, max_tokens: int | None) -> Iterator[list[Fit]]:
-    """Cut samples, oldest version first, into parts of at most so many tokens; a longer sample is a part by itself."""
-    if max_tokens is None:
-        yield list(fit)
-        return
-    part: list[Fit] = []
-    num_tokens = 0
-    for one in sorted(fit, key=lambda one: one[1].policy_version):
-        length = len(dense(one[1].tokens, what=f"sample {one[1].sample_id}: tokens"))
-        if part and num_tokens + length > max_tokens:
-            yield part
-            part, num_tokens = [], 0
-        part.append(one)
-        num_tokens += length
-    yield part
+def oldest_version_first(records: Iterable[Record]) -> list[Record]:
+    """Order records by partition, that with the oldest version first: within a partition they stay as they were, so that offsets can be committed."""
+    by_partition: dict[tuple[str, int], list[Record]] = {}
+    for record in records:
+        by_partition.setdefault((record.topic, record.partition), []).append(record)
+    ordered = sorted(by_partition.values(), key=lambda members: -1 if members[0].policy_version is None else members[0].policy_version)
+    return [record for members in ordered for record in members]
 
 
 def next_offsets(records: Sequence[Record]) -> list[TopicOffset]:

@@ -27,10 +27,21 @@ class SourceRun:
     config: RunConfig
     plan: TopicPlan
     connection: Connection
+    given_uri: str = ""
+
+    @property
+    def objects_uri(self) -> str:
+        """Where its objects lie: as the run that goes back to it was told, whatever the log says by now."""
+        return self.given_uri or self.config.objects_uri
 
     @classmethod
-    def read(cls, connection: Connection, run_id: str) -> SourceRun:
+    def read(cls, connection: Connection, run_id: str, *, own: RunConfig | None = None) -> SourceRun:
         """Read a run's description.
+
+        Args:
+            connection: To the cluster.
+            run_id: The run.
+            own: The run that goes back to it, as far as it has a run file by now: see `described_config`.
 
         Raises:
             ConfigError: There is no such run, or its log does not say what it is.
@@ -47,8 +58,8 @@ class SourceRun:
         if described is None:
             remedy = "start it once more with this release: relax run RUN_FILE"
             raise ConfigError(f"the log of run {run_id!r} does not say what it is, as those of earlier releases; {remedy}")
-        config = described_config(described, run_id=run_id)
-        return cls(config, TopicPlan.of(config), connection)
+        config = described_config(described, run_id=run_id, own=own)
+        return cls(config, TopicPlan.of(config), connection, own.source.objects_uri if own else "")
 
     def codec(self) -> EventCodec:
         """Return a codec that knows the schemas of the run's writers."""
@@ -56,7 +67,7 @@ class SourceRun:
         for record in self._records("control.schemas"):
             if record.value:
                 try:
-                    codec.learn(record.value)
+                    codec.learn(record.value, key=record.key)
                 except SchemaError as error:
                     log.warning("record.unreadable", place=record.place, error=str(error))
         return codec

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 
 from relax_events.config import AlgorithmConfig
-from relax_events.errors import CorruptRecord, PoisonSample
-from relax_events.events.parts import Array, StoredArray
+from relax_events.errors import CorruptRecord, ForeignRecord, PoisonSample
+from relax_events.events.parts import Array, Outcome, StoredArray
 from relax_events.events.routed_experts import ExpertShape
-from relax_events.events.types import Event, PromptGroupIssued, SampleReady, SampleRolledOut
+from relax_events.events.types import Event, PromptGroupEnded, PromptGroupIssued, SampleReady, SampleRolledOut
 from relax_events.policy import IssuedGroup
+from relax_events.topics.contents import belongs_on
+from relax_events.topics.plan import TRAINED_FROM
 
 MAX_SAMPLES_PER_PROMPT = 4096
 
@@ -22,18 +27,57 @@ def check_issued(event: Event) -> PromptGroupIssued:
     """
     if not isinstance(event, PromptGroupIssued):
         raise PoisonSample(f"expected PromptGroupIssued, got {type(event).__name__}")
-    try:
-        seat = IssuedGroup.parse(event.prompt_group_id)
-    except CorruptRecord as error:
-        raise PoisonSample(str(error)) from None
-    named, written = (seat.place.train_step, seat.place.group_index, seat.attempt), (event.train_step, event.group_index, event.attempt)
-    if named != written:
-        rule = f"the id must name train_step, group_index and attempt {written}, got {named}"
-        raise PoisonSample(f"prompt group {event.prompt_group_id}: {rule}")
+    _require_own_id(event, what="prompt group")
     if not 1 <= event.samples_per_prompt <= MAX_SAMPLES_PER_PROMPT:
         rule = f"samples_per_prompt must be 1 to {MAX_SAMPLES_PER_PROMPT}"
         raise PoisonSample(f"prompt group {event.prompt_group_id}: {rule}, got {event.samples_per_prompt}")
     return event
+
+
+def require_belonging(entity: str, event: Event) -> None:
+    """Check that an event stands on a topic, given without its run, that holds its kind.
+
+    Raises:
+        ForeignRecord: It does not; the roles that write there may not say it.
+    """
+    if not belongs_on(entity, event):
+        raise ForeignRecord(f"{entity} does not hold this {type(event).__name__}: the roles that write there may not say it")
+
+
+def outcomes_on(entity: str) -> tuple[Outcome, ...]:
+    """Return the outcomes that a role may ask for on a topic: whether a prompt group is filtered, the role that writes samples says alone."""
+    return (Outcome.FILTERED, Outcome.EXPIRED, Outcome.FAILED) if entity == TRAINED_FROM else (Outcome.EXPIRED, Outcome.FAILED)
+
+
+def check_ended(event: PromptGroupEnded, *, allowed: Sequence[Outcome]) -> PromptGroupEnded:
+    """Return an end that a role may ask the trainer for.
+
+    Args:
+        event: As decoded.
+        allowed: Outcomes that its writers may ask for; none may say that a prompt group was trained.
+    Raises:
+        ForeignRecord: It names no prompt group, or an outcome that isn't allowed.
+    """
+    try:
+        _require_own_id(event, what="end of prompt group")
+    except PoisonSample as error:
+        raise ForeignRecord(str(error)) from None
+    if event.outcome not in allowed:
+        rule = f"outcome must be {', '.join(allowed[:-1])} or {allowed[-1]}"
+        raise ForeignRecord(f"end of prompt group {event.prompt_group_id}: {rule}, got {event.outcome}")
+    return event
+
+
+def _require_own_id(event: PromptGroupIssued | PromptGroupEnded, *, what: str) -> None:
+    """Check that a prompt group's id names the step, index and attempt that its event carries."""
+    try:
+        issued = IssuedGroup.parse(event.prompt_group_id)
+    except CorruptRecord as error:
+        raise PoisonSample(str(error)) from None
+    named, written = (issued.place.train_step, issued.place.group_index, issued.attempt), (event.train_step, event.group_index, event.attempt)
+    if named != written:
+        rule = f"the id must name train_step, group_index and attempt {written}, got {named}"
+        raise PoisonSample(f"{what} {event.prompt_group_id}: {rule}")
 
 
 def check_sample(event: Event) -> SampleRolledOut:
@@ -62,12 +106,15 @@ def check_ready(event: Event) -> SampleReady:
     return event
 
 
-def check_trainable(sample: SampleReady, *, algorithm: AlgorithmConfig, vocab_size: int, experts: ExpertShape | None = None) -> SampleReady:
+def check_trainable(
+    sample: SampleReady, *, algorithm: AlgorithmConfig, vocab_size: int, max_abs_advantage: float = math.inf, experts: ExpertShape | None = None
+) -> SampleReady:
     """Return a ready sample that an algorithm and a model can be trained on.
 
     Args:
         sample: As `check_ready` lets it through.
         algorithm: Says which log-probabilities it must carry.
+        max_abs_advantage: Bound of a token's advantage, either way.
         vocab_size: Bound of the token ids that the model takes.
         experts: Of a model that replays the engine's routing.
     Raises:
@@ -86,9 +133,28 @@ def check_trainable(sample: SampleReady, *, algorithm: AlgorithmConfig, vocab_si
             raise PoisonSample(f"sample {sample.sample_id}: the algorithm needs {name}, got none; was it made under another run file?")
     if (highest := int(np.asarray(sample.tokens).max())) >= vocab_size:
         raise PoisonSample(f"sample {sample.sample_id}: tokens must be below the vocabulary's {vocab_size}, got {highest}")
+    if (largest := float(np.abs(np.asarray(sample.advantages)).max())) > max_abs_advantage:
+        rule = f"advantages must lie within trainer.max_abs_advantage = {max_abs_advantage:g}"
+        raise PoisonSample(f"sample {sample.sample_id}: {rule}, got {largest:g}; raise it if rewards are that large")
+    if algorithm.has_topk_loss:
+        _check_used_token_sets(sample, num_ids=algorithm.distill_top_k, vocab_size=vocab_size)
     if experts is not None:
         experts.checked(sample)
     return sample
+
+
+def _check_used_token_sets(sample: SampleReady, *, num_ids: int, vocab_size: int) -> None:
+    """Check the token ids at which policy and teacher are compared, and what the teacher says of them."""
+    where, (ids, teacher) = f"sample {sample.sample_id}", (np.asarray(array) for array in (sample.topk_ids, sample.topk_teacher_logprobs))
+    if ids.shape[1] < num_ids:
+        rule = f"topk_ids must have at least algorithm.distill_top_k = {num_ids} ids for each loss token"
+        raise PoisonSample(f"{where}: {rule}, got {ids.shape[1]}")
+    ids, teacher = ids[:, :num_ids], teacher[:, :num_ids]
+    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+        rule = f"topk_ids must be 0 to {vocab_size - 1}"
+        raise PoisonSample(f"{where}: {rule}, got {ids.min()} to {ids.max()}; do policy and teacher share a vocabulary?")
+    if not np.isfinite(teacher).all():
+        raise PoisonSample(f"{where}: topk_teacher_logprobs must be finite, got {teacher[~np.isfinite(teacher)][0]}")
 
 
 def _check_arrays(event: SampleRolledOut | SampleReady, fields: tuple[str, ...]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Protocol
 
@@ -16,41 +17,66 @@ from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import POLICY_VERSION_HEADER, OutRecord, Record
 from relax_events.broker.registry import open_codec
 from relax_events.config import RunConfig
-from relax_events.errors import CorruptRecord, Fenced, MediaError, ObjectError, PoisonSample, RelaxError, SchemaError, StepNotFinite
+from relax_events.errors import (
+    BrokerError,
+    CorruptRecord,
+    Fenced,
+    ForeignRecord,
+    MediaError,
+    ObjectError,
+    PoisonSample,
+    RelaxError,
+    SchemaError,
+    StoreUnavailable,
+)
 from relax_events.events.codec import UnknownFingerprint
 from relax_events.events.parts import Command, Outcome, WorkerState
 from relax_events.events.types import Event, MetricsReported, RunCommanded, WorkerBeat
 from relax_events.pipeline.beats import Beats
-from relax_events.pipeline.control import ControlFollower, Listener
+from relax_events.pipeline.control import NO_BEGINS, ControlFollower, Listener
 from relax_events.pipeline.drain import Drain
 from relax_events.pipeline.failpoints import arm_failpoints
+from relax_events.pipeline.heartbeat_thread import HeartbeatThread
+from relax_events.pipeline.publications import RECENT_VERSIONS
 from relax_events.policy import end_of, is_expired
 from relax_events.telemetry.endpoint import WorkerEndpoint
 from relax_events.telemetry.logs import configure_logs
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.telemetry.traces import NO_HEADERS, open_traces
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import CONTROL_TOPICS
+from relax_events.topics.plan import HEARTBEATS, METRICS
 
 log = structlog.get_logger()
 ANNOUNCEMENT_SECONDS = 5.0
 ANSWER_SECONDS = 5.0
 """A broker that has not acknowledged a beat for so long is away."""
 RESTART_CODE = 8
-UNUSABLE = (CorruptRecord, SchemaError, ObjectError, PoisonSample, MediaError)
+UNUSABLE = (CorruptRecord, SchemaError, ObjectError, PoisonSample, MediaError, ForeignRecord)
 """What makes a record a dead letter."""
-STEPS_NOT_FINITE = "steps_not_finite"
-"""Reported of a step whose loss or gradient was no finite number, under the version that it started from."""
 
 
 class ClaimCheck(Protocol):
     """Keeps large arrays out of records: `check_in` stores them and leaves references, `check_out` fetches them back."""
 
-    def check_in(self, event: Event) -> Event:
-        """Return the event with its large arrays stored; the same object when there is none."""
+    def check_in(self, event: Event, *, policy_version: int | None) -> Event:
+        """Return the event with its large arrays stored, to go with the records of the version; the same object when there is none."""
 
     def check_out(self, event: Event) -> Event:
         """Return the event with its stored arrays fetched; the same object when there is none."""
+
+
+class Outages(Protocol):
+    """What waits for object stores that do not answer."""
+
+    @property
+    def seconds(self) -> float:
+        """For how long one of them has not answered; 0 when all do."""
+
+    def arm(self, *, deadline_seconds: float, pause: Callable[[float], None]) -> None:
+        """Wait for them from now on, with `pause` between two calls in this thread."""
+
+    def disarm(self) -> None:
+        """Give up all waits."""
 
 
 class Reader(Protocol):
@@ -64,7 +90,15 @@ class Worker(AbstractContextManager["Worker"]):
     """One process of a role. Enter it to publish our schemas, follow control and beat; leave it to say goodbye."""
 
     def __init__(
-        self, role: str, config: RunConfig, *, claim_check: ClaimCheck, index: int = 0, follow: Sequence[str] = (), linger_ms: float | None = None
+        self,
+        role: str,
+        config: RunConfig,
+        *,
+        claim_check: ClaimCheck,
+        index: int = 0,
+        follow: Sequence[str] = (),
+        num_versions: int = RECENT_VERSIONS,
+        linger_ms: float | None = None,
     ) -> None:
         self._claim_check = claim_check
         self.paused = False
@@ -82,35 +116,77 @@ class Worker(AbstractContextManager["Worker"]):
         self.drain = Drain(seconds=config.workers.drain_seconds)
         self.beats = Beats(self._beat, worker_id=self.worker_id, role=role, interval_seconds=config.workers.beat_seconds)
         self.producer = RecordProducer(self.connection, linger_ms=config.broker.linger_ms if linger_ms is None else linger_ms)
-        self.control = ControlFollower(self.connection, self.plan, self.codec, also=follow)
-        self._endpoint = WorkerEndpoint(config.telemetry, self.metrics, illness=self.illness, absence=self.absence)
+        self.control = ControlFollower(self.connection, self.plan, self.codec, also=follow, num_versions=num_versions)
+        self._heartbeats = HeartbeatThread(self.beats, interval_seconds=config.workers.beat_seconds)
+        self._starting = ExitStack()
+        self._outages: Outages | None = None
+        self._loop_thread = threading.get_ident()
+        self._has_ended = threading.Event()
+        self._endpoint = WorkerEndpoint(config.telemetry, self.metrics, illness=self.illness, absence=self.absence, activity=self.doing)
         self.beats.metrics_port = self._endpoint.port
 
     def __enter__(self) -> Worker:
-        published = self.codec.published_form()
-        self.producer.write(OutRecord(self.plan.topic("control.schemas"), schema, key=name.hex()) for name, schema in published.items())
+        topic, published = self.plan.topic("control.schemas"), self.codec.published_form()
+        self.producer.write(
+            OutRecord(topic, schema, key=name.hex()) for name, schema in published.items() if not self.control.has_schema(name, schema)
+        )
         self.beats.tick(WorkerState.STARTING)
+        self._starting.enter_context(self.activity("start", deadline_seconds=self.config.health.start_seconds))
+        self._heartbeats.__enter__()
         log.info("worker.started", metrics_port=self._endpoint.port)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.control.close()
-        if isinstance(error, StepNotFinite):
-            values = {STEPS_NOT_FINITE: 1.0}
-            self._beat(MetricsReported(worker_id=self.worker_id, role=self.role, policy_version=error.train_step, values=values))
+        self._starting.close()
+        self._heartbeats.__exit__()
+        self.control.stop()
         if kind is None or issubclass(kind, Fenced):  # both are final; what died otherwise is missed by its silence
             self.beats.tick(WorkerState.STOPPED)
+        self.close()
+
+    def close(self) -> None:
+        """Close connections and the endpoint without a word on the log: of a worker that was refused before it started, too."""
+        self._has_ended.set()
+        self.control.close()
+        if self._outages is not None:
+            self._outages.disarm()
         self.producer.close()
         self.traces.close()
         self._endpoint.close()
         log.info("worker.stopped", num_processed=self.beats.num_processed)
 
-    def follow(self, *listeners: Listener) -> None:
+    def follow(self, *listeners: Listener, begins: Mapping[str, int] = NO_BEGINS) -> None:
         """Start following control; a stop or drain that is meant for us starts the drain, after the listeners have heard of it.
 
-        A restart ends this process at once, as a kill would: whoever started it starts it again.
+        A restart ends this process at once, as a kill would: whoever started it starts it again. `begins` as for `ControlFollower.start`.
         """
-        self.control.start(*listeners, self._obey)
+        self.control.start(*listeners, self._obey, begins=begins)
+
+    def wait_for_stores(self, outages: Outages, *, deadline_seconds: float) -> None:
+        """Wait for object stores that do not answer, from now on, in all threads; call it from the thread of the work loop."""
+        self._outages, self._loop_thread = outages, threading.get_ident()
+        outages.arm(deadline_seconds=deadline_seconds, pause=self._pause_for_store)
+
+    def _pause_for_store(self, seconds: float) -> None:
+        """Wait a while in the middle of some work, with heartbeats. The work is held up from outside, so it counts as neither hung nor stuck.
+
+        Raises:
+            StoreUnavailable: The drain's deadline has passed, or the worker ends.
+        """
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if self.drain.overdue or self._has_ended.is_set():
+                raise StoreUnavailable("the worker was asked to end while it waited for the object store; what it held is delivered again")
+            self.beats.advance()
+            if threading.get_ident() == self._loop_thread:
+                self._tick_while_held_up()
+            self._has_ended.wait(min(left, self.config.workers.beat_seconds))
+
+    def _tick_while_held_up(self) -> None:
+        if self.beats.is_starting:
+            self.beats.tick(WorkerState.STARTING)
+        else:
+            self.tick(working=True)
 
     def reads(self, reader: Reader) -> None:
         """Have the lag of the role's input told with every beat, from now on."""
@@ -137,7 +213,7 @@ class Worker(AbstractContextManager["Worker"]):
         headers = {**headers, **self.traces.headers_of(key)}
         if policy_version is not None:
             headers[POLICY_VERSION_HEADER] = str(policy_version)
-        stored = event if entity in CONTROL_TOPICS else self._claim_check.check_in(event)
+        stored = event if entity.startswith("control.") else self._claim_check.check_in(event, policy_version=policy_version)
         return OutRecord(self.plan.topic(entity), self.codec.encode(stored), key=key, partition=partition, headers=headers)
 
     def sample_record(self, entity: str, event: Event, *, prompt_group_id: str, policy_version: int) -> OutRecord:
@@ -151,7 +227,7 @@ class Worker(AbstractContextManager["Worker"]):
         """Make the record that asks the trainer to end a prompt group untrained.
 
         It goes into the slot of the newest version, so that the trainer surely reads it; the trainer decides, since only
-        it knows whether the prompt group has been trained meanwhile.
+        it knows whether the prompt group has been trained meanwhile. Only the advantage role writes it beside the samples.
         """
         version = max(self.control.policy_version, 0)
         ended = end_of(
@@ -162,7 +238,7 @@ class Worker(AbstractContextManager["Worker"]):
             trainer_version=version,
             mean_reward=mean_reward,
         )
-        return self.sample_record("advantage.samples", ended, prompt_group_id=prompt_group_id, policy_version=version)
+        return self.sample_record(self.plan.end_requests(self.role), ended, prompt_group_id=prompt_group_id, policy_version=version)
 
     def decode(self, record: Record) -> Event | None:
         """Return a record's event; what can't be decoded goes to the dead letters and gives None."""
@@ -200,11 +276,21 @@ class Worker(AbstractContextManager["Worker"]):
     def await_published(self, policy_version: int) -> None:
         """Wait a moment for a version that a sample names: the sample may overtake the announcement, which is on another topic.
 
+        A sample is written after its version is published, so the log tells at once whether there is something to wait for: records of versions
+        that never were cost no time.
+
         Raises:
-            PoisonSample: The version stays unpublished.
+            PoisonSample: The version is not published.
         """
         known = self.control.policy_version
-        if 0 <= known < policy_version and not self.control.wait_for_version(policy_version, timeout_seconds=ANNOUNCEMENT_SECONDS):
+        if not 0 <= known < policy_version:
+            return
+        try:
+            is_coming = self.control.is_published(policy_version)
+        except BrokerError as error:
+            log.warning("policy_version.unproven", policy_version=policy_version, error=str(error))
+            is_coming = True
+        if not is_coming or not self.control.wait_for_version(policy_version, timeout_seconds=ANNOUNCEMENT_SECONDS):
             raise PoisonSample(f"the sample is of policy version {policy_version}, which was never published; the newest is {known}")
 
     def is_expired(self, policy_version: int | None) -> bool:
@@ -214,16 +300,36 @@ class Worker(AbstractContextManager["Worker"]):
 
     def illness(self) -> str:
         """Say why this process should be ended and started again; empty while it should live on, as when the broker is away."""
-        silent, busy, health = self.beats.seconds_since_beat, self.beats.busy_seconds, self.config.health
-        if self.beats.is_starting:
-            return f"it has been starting for {silent:.0f} s (health.start_seconds)" if silent > health.start_seconds else ""
+        silent, busy, activity = self.beats.seconds_since_turn, self.beats.busy_seconds, self.beats.current_activity
+        if activity is not None:
+            overdue = f"it has been busy with one call for {activity.seconds:.0f} s, {activity.name}, whose deadline has passed"
+            return overdue if activity.is_overdue else ""
         if silent > self.config.workers.hung_seconds and not self._is_unanswered:
             return f"its work loop has not turned for {silent:.0f} s (workers.hung_seconds)"
-        return f"it has not got on with its work for {busy:.0f} s (health.stuck_seconds)" if busy > health.stuck_seconds else ""
+        stuck_seconds = self.config.health.stuck_seconds
+        return f"it has not got on with its work for {busy:.0f} s (health.stuck_seconds)" if busy > stuck_seconds else ""
+
+    def doing(self) -> str:
+        """Say what long call the work loop is inside of, and since when; empty between such calls."""
+        activity = self.beats.current_activity
+        return "" if activity is None else f"{activity.name} for {activity.seconds:.0f} s"
+
+    def activity(self, name: str, *, deadline_seconds: float, is_progress: bool = True) -> AbstractContextManager[None]:
+        """Declare a long call of the work loop: heartbeats go on inside, and name it. See `Beats.activity`."""
+        return self.beats.activity(name, deadline_seconds=deadline_seconds, is_progress=is_progress)
+
+    def piece(self, name: str) -> AbstractContextManager[None]:
+        """Declare the work on one piece, such as a micro-batch: it may take as long as a worker may go without progress."""
+        return self.activity(name, deadline_seconds=self.config.health.stuck_seconds)
+
+    def transfer(self, name: str) -> AbstractContextManager[None]:
+        """Declare the reading or writing of a whole model: a version of the weights, or a checkpoint."""
+        return self.activity(name, deadline_seconds=self.config.health.transfer_seconds)
 
     def absence(self) -> str:
         """Say why this worker takes no work now; empty when it does."""
         reasons = {
+            "the object store does not answer": self._outages is not None and self._outages.seconds > 0,
             "it starts": self.beats.is_starting,
             "it drains": self.drain.requested,
             "it is paused": self.paused,
@@ -252,10 +358,18 @@ class Worker(AbstractContextManager["Worker"]):
             AccessDenied: A background thread was denied what the role needs, or is let in no more.
         """
         self.connection.refusals.check()
-        state = WorkerState.DRAINING if self.drain.requested else WorkerState.WORKING if working else WorkerState.IDLE
         self.metrics.policy_version(self.control.policy_version)
         self.metrics.in_flight(self.beats.num_in_flight)
-        if self.beats.tick(state):
+        self._beat_if_due(WorkerState.WORKING if working else WorkerState.IDLE)
+
+    def progressed(self) -> None:
+        """Note, in the middle of a turn, that one more piece of the work is done; beat if a beat is due."""
+        self.beats.advance()
+        self._beat_if_due(WorkerState.WORKING)
+
+    def _beat_if_due(self, state: WorkerState) -> None:
+        self._starting.close()
+        if self.beats.tick(WorkerState.DRAINING if self.drain.requested else state):
             for look in self._with_beats:
                 look()
 
@@ -264,8 +378,8 @@ class Worker(AbstractContextManager["Worker"]):
         self.metrics.consumer_lag(lag, shards=self.plan.shards)
 
     def _beat(self, event: WorkerBeat | MetricsReported) -> None:
-        entity = "control.heartbeats" if isinstance(event, WorkerBeat) else "control.metrics"
-        self.producer.send(self.outbound(entity, event, key=self.worker_id))
+        topics = HEARTBEATS if isinstance(event, WorkerBeat) else METRICS
+        self.producer.send(self.outbound(topics[self.role], event, key=self.worker_id))
 
     def _obey(self, event: Event) -> None:
         if not isinstance(event, RunCommanded) or (event.role or self.role) != self.role or (event.worker_id or self.worker_id) != self.worker_id:
@@ -279,4 +393,3 @@ class Worker(AbstractContextManager["Worker"]):
         if event.command in (Command.STOP, Command.DRAIN) and fresh:
             log.info("worker.commanded", command=event.command, reason=event.reason)
             self.drain.start()
-

@@ -23,6 +23,7 @@ import orjson
 from relax_events.errors import RelaxError
 from relax_events.rewards.routing import Routes, load_routes
 from relax_events.rewards.scores import as_score
+from relax_events.rewards.versions import file_stamps
 
 MAX_ERROR_CHARACTERS = 600
 
@@ -42,7 +43,8 @@ def main() -> int:
         _send(answers, {"load_error": str(error) or needs})
         return 2
     caller = Caller(routes, timeout_seconds=setup["timeout_seconds"])
-    _send(answers, {"digest": routes.digest, "takes_prompt_group": routes.takes_prompt_group, "is_async": routes.is_async})
+    greeting = {"digest": routes.digest, "takes_prompt_group": routes.takes_prompt_group, "is_async": routes.is_async}
+    _send(answers, greeting | {"files": file_stamps(routes.files)})
     if routes.is_async:
         asyncio.run(_serve_together(caller, requests, answers, concurrency=setup["concurrency"]))
     _serve(caller, requests, answers)

@@ -8,6 +8,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from pydantic import ConfigDict, ValidationError, create_model
 from relax_events.errors import ConfigError
 from relax_events.plugins import FUNCTION, REWARDS, find_plugin, installed
 from relax_events.rewards.declaring import facts_of
-from relax_events.rewards.versions import reward_digest
+from relax_events.rewards.versions import reward_digest, source_files
 
 PROMPT_GROUP_PARAMETER = "completions"
 GIVEN = ("answer", "metadata", "prompt")
@@ -50,6 +51,7 @@ class LoadedReward:
     takes_prompt_group: bool = False
     is_async: bool = False
     weights: Mapping[str, float] = field(default_factory=dict)
+    files: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +85,14 @@ def load_reward(name: str, *, options: Mapping[str, Any] | None = None, weights:
     function, module = find_function(name)
     facts = facts_of(function)
     checked = check_options(function, name, options or {})
+    if facts.require is not None:
+        facts.require(checked)
     if facts.prepare is not None:
         facts.prepare()
     digest = reward_digest(module, function.__name__, options=checked, weights=weights or {}, packages=facts.packages)
     bound = partial(function, **checked) if checked else function
-    return LoadedReward(name, bound, digest, takes_prompt_group(function), inspect.iscoroutinefunction(function), weights or {})
+    files = tuple(source_files(module).values())
+    return LoadedReward(name, bound, digest, takes_prompt_group(function), inspect.iscoroutinefunction(function), weights or {}, files)
 
 
 def find_function(name: str) -> tuple[Callable[..., Any], ModuleType]:

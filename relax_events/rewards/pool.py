@@ -7,7 +7,7 @@ import math
 import selectors
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from types import TracebackType
@@ -19,6 +19,7 @@ from relax_events.config import RewardConfig
 from relax_events.errors import ConfigError, RewardError
 from relax_events.rewards.process import START_SECONDS, Greeting, Request, RewardChild
 from relax_events.rewards.scores import Score
+from relax_events.rewards.versions import file_stamps
 
 MAX_REQUESTS_PER_CHILD = 64
 
@@ -36,7 +37,7 @@ class RewardItem:
 
 
 class RewardPool:
-    """Scores completions in `reward.processes` child processes.
+    """Scores completions in child processes, as many as `reward.processes` says.
 
     A call that takes longer than `reward.timeout_seconds` is killed with its child, another child takes its place, and the calls that
     waited behind it are asked again. Where several calls were under way in the child, each of them is asked again alone, and only the
@@ -60,7 +61,7 @@ class RewardPool:
         self.name = "; ".join([config.function, *(f"{source}: {chosen.function}" for source, chosen in sorted(config.routes.items()))])
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.close)
-            for _ in range(config.processes):
+            for _ in range(config.num_processes):
                 self._start_child()
             while any(child.greeting is None for child in self._children):
                 self._turn(window=0)
@@ -87,23 +88,35 @@ class RewardPool:
         assert self._greeting is not None
         return self._greeting
 
-    def score_batch(self, items: Sequence[RewardItem]) -> list[Score | RewardError]:
+    @property
+    def answer_seconds(self) -> float:
+        """The longest time between two answers: a call that hangs, its next one in another child, and what both children take to load."""
+        return 2 * (self._config.timeout_seconds + START_SECONDS)
+
+    def score_batch(self, items: Sequence[RewardItem], *, on_answer: Callable[[], None] = lambda: None) -> list[Score | RewardError]:
         """Score completions, in parallel, and give the results in the order of the items.
 
         A call that raises, hangs, dies or returns no finite number gives a `RewardError` in its place; the others are not affected.
         Where the function takes prompt groups, a call is that of a prompt group.
 
+        Args:
+            items: What is scored.
+            on_answer: Called when answers have come, also those that are errors.
         Raises:
-            ConfigError: A child had to be started again and could not load the function, or found another version of it.
+            ConfigError: The function changed on the disk, or a child had to be started again and could not load it.
         """
+        self._look_at_files()
         self._items = items
         self._results = {}
         self._waiting = deque(self._requests(items))
-        window = min(MAX_REQUESTS_PER_CHILD, math.ceil(len(self._waiting) / (4 * self._config.processes)))
+        window = min(MAX_REQUESTS_PER_CHILD, math.ceil(len(self._waiting) / (4 * self._config.num_processes)))
         if self._loaded.is_async:
             window = 2 * self._config.concurrency
         while len(self._results) < len(items):
+            num_answered = len(self._results)
             self._turn(window=window)
+            if len(self._results) > num_answered:
+                on_answer()
         return [self._results[index] for index in range(len(items))]
 
     def close(self, *, timeout_seconds: float = 2.0) -> None:
@@ -113,6 +126,15 @@ class RewardPool:
             child.close(timeout_seconds=max(0.0, deadline - time.monotonic()))
         self._children.clear()
         self._selector.close()
+
+    def _look_at_files(self) -> None:
+        """Load the function again where its files have been written since: `_check_version` refuses another one."""
+        if file_stamps(self._loaded.files) == self._loaded.files:
+            return
+        for child in list(self._children):
+            self._renew(child, [])
+        while any(child.greeting is None for child in self._children):
+            self._turn(window=0)
 
     def _requests(self, items: Sequence[RewardItem]) -> Iterable[Request]:
         if not self._loaded.takes_prompt_group:

@@ -1,4 +1,4 @@
-"""One reward child seen from its parent: a process, two pipes that never block, and the requests it still has to answer."""
+"""One reward child seen from its parent: a process, two pipes that never block, what it prints, and the requests it still has to answer."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import orjson
 
-from relax_events.broker.credentials import CREDENTIAL_VARIABLES
 from relax_events.config import RewardConfig
 from relax_events.errors import ConfigError
+from relax_events.pipeline.child_environment import child_environment
+from relax_events.rewards.printed import PrintBudget
 
 START_SECONDS = 120.0
 ASYNC_GRACE_SECONDS = 1.0
@@ -37,11 +39,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What a child says once it has loaded the function."""
+    """What a child says once it has loaded the function; `files` are those that its version is made of, as they were on the disk."""
 
     digest: str
     takes_prompt_group: bool
     is_async: bool
+    files: dict[str, list[int]]
 
 
 class RewardChild:
@@ -57,13 +60,16 @@ class RewardChild:
             [sys.executable, "-m", "relax_events.rewards.child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            env={"OMP_NUM_THREADS": "1", **{name: value for name, value in os.environ.items() if name not in CREDENTIAL_VARIABLES}},
+            env=child_environment(config.variables),
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        assert self._process.stderr is not None
         self.stdin, self.stdout = self._process.stdin, self._process.stdout
+        threading.Thread(target=_pass_on, args=(self._process.stderr,), name="reward-prints", daemon=True).start()
         os.set_blocking(self.stdin.fileno(), False)
         self.greeting: Greeting | None = None
         self.requests: deque[Request] = deque()
@@ -155,3 +161,13 @@ class RewardChild:
         """Send a signal to the process and whatever it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
+
+
+def _pass_on(printed: IO[bytes]) -> None:
+    """Write to our own stderr what the child prints, as far as the budget goes, until the child and all that it has started are gone."""
+    budget = PrintBudget(now=time.monotonic())
+    with printed:
+        while data := os.read(printed.fileno(), READ_BYTES):
+            if shown := budget.take(data, now=time.monotonic()):
+                sys.stderr.write(shown.decode(errors="replace"))
+                sys.stderr.flush()

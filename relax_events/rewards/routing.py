@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -38,6 +39,11 @@ class Routes:
             return self.default.digest
         versions = {"": self.default.digest, **{source: reward.digest for source, reward in self.by_source.items()}}
         return sha256(orjson.dumps([self.key, versions], option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+    @property
+    def files(self) -> list[Path]:
+        """The files whose code decides which reward a sample gets."""
+        return sorted({file for reward in (self.default, *self.by_source.values()) for file in reward.files})
 
     def reward_for(self, metadata: Mapping[str, Any]) -> LoadedReward:
         """Return the function for a sample with this metadata."""

@@ -19,7 +19,7 @@ def reward_item(sample: SampleRolledOut) -> RewardItem:
         answer=sample.answer,
         metadata=sample.metadata,
         prompt="\n".join(message.text for message in (*sample.messages, *sample.turns[:-1])),
-        prompt_group_id=f"{sample.prompt_group_id}@{sample.policy_version}",
+        prompt_group_id=f"{sample.prompt_group_id}@{sample.policy_version}.{sample.generation_digest}",
     )
 
 
@@ -42,6 +42,7 @@ def as_scored(
         sample_id=sample.sample_id,
         prompt_group_id=sample.prompt_group_id,
         policy_version=sample.policy_version,
+        generation_digest=sample.generation_digest,
         reward=success.reward if success else None,
         components=success.components if success else {},
         reward_name=reward_name,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -44,6 +45,16 @@ def source_files(module: ModuleType) -> dict[str, Path]:
             found[name] = path
             unread += [other for other in _used_by(used) if _lies_in(folder, other)]
     return found
+
+
+def file_stamps(files: Iterable[Path | str]) -> dict[str, list[int]]:
+    """Return by file what changes when somebody writes or replaces it: cheap, where a digest would read it. A file that is gone has none."""
+    stamps = {}
+    for file in files:
+        with suppress(FileNotFoundError):
+            found = Path(file).stat()
+            stamps[str(file)] = [found.st_mtime_ns, found.st_size, found.st_ino]
+    return stamps
 
 
 def _used_by(module: ModuleType) -> Iterator[ModuleType]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from http.server import ThreadingHTTPServer
-from typing import Protocol
+from typing import Any, Protocol
 
 import orjson
 import structlog
@@ -15,6 +16,7 @@ from relax_events.telemetry.apprise import NotDelivered
 
 log = structlog.get_logger()
 MAX_BYTES = 1_000_000
+LENGTH = re.compile("[0-9]{1,18}")
 KINDS = {"critical": "failure", "warning": "warning", "info": "info"}
 RESOLVED = "resolved"
 
@@ -36,15 +38,17 @@ def text_of(posted: bytes) -> dict[str, str]:
     Source: Alertmanager's webhook, version 4 (prometheus.io/docs/alerting/latest/configuration).
     """
     try:
-        group = orjson.loads(posted)
-        alerts = [(alert["status"], alert["labels"], alert["annotations"]) for alert in group["alerts"]]
-        name = ", ".join(sorted({labels["alertname"] for _, labels, _ in alerts}))
-        status = group["status"]
-    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        return _told(orjson.loads(posted))
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"this is not what Alertmanager posts to a webhook: {type(error).__name__}: {error}") from None
+
+
+def _told(group: Mapping[str, Any]) -> dict[str, str]:
+    alerts = [(alert["status"], alert["labels"], alert["annotations"]) for alert in group["alerts"]]
+    name = ", ".join(sorted({labels["alertname"] for _, labels, _ in alerts}))
     firing = [labels for is_firing, labels, _ in alerts if is_firing != RESOLVED]
     kind = min((KINDS.get(labels.get("severity", ""), "warning") for labels in firing), key=list(KINDS.values()).index, default="success")
-    title = f"{name}: {'over' if status == RESOLVED else f'{len(firing)} firing'}"
+    title = f"{name}: {'over' if group['status'] == RESOLVED else f'{len(firing)} firing'}"
     return {"title": title, "body": "\n".join(_line(*alert) for alert in alerts), "kind": kind}
 
 
@@ -98,7 +102,8 @@ class _Handler(TextHandler):
         self._say(200, "ok")
 
     def do_POST(self) -> None:  # noqa: N802 likewise
-        length = int(self.headers.get("Content-Length") or 0)
+        said = self.headers.get("Content-Length", "")
+        length = int(said) if LENGTH.fullmatch(said) else 0
         if not 0 < length <= MAX_BYTES:
             self._say(413 if length > MAX_BYTES else 400, f"a body of 1 to {MAX_BYTES} bytes is expected, got {length}")
             return

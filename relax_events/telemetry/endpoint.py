@@ -18,10 +18,21 @@ Check = Callable[[], str]
 class WorkerEndpoint:
     """An HTTP server in a thread of its own. `/healthz`: the process should live on; `/readyz`: it takes work. Both say why not."""
 
-    def __init__(self, config: TelemetryConfig, metrics: WorkerMetrics, *, illness: Check, absence: Check) -> None:
+    def __init__(self, config: TelemetryConfig, metrics: WorkerMetrics, *, illness: Check, absence: Check, activity: Check = lambda: "") -> None:
+        """Serve from now on.
+
+        Args:
+            config: Where to listen.
+            metrics: What `/metrics` gives.
+            illness: Why the process should not live on.
+            absence: Why it takes no work.
+            activity: What long call the work loop is inside of, which `/healthz` tells of a process that is well.
+        Raises:
+            EnvironmentProblem: The address is taken.
+        """
         answers: dict[str, Callable[[], tuple[int, bytes]]] = {
             "/metrics": lambda: (200, metrics.exposition()),
-            "/healthz": lambda: _verdict(illness()),
+            "/healthz": lambda: _verdict(illness(), activity()),
             "/readyz": lambda: _verdict(absence()),
         }
 
@@ -45,5 +56,5 @@ class WorkerEndpoint:
         self._server.server_close()
 
 
-def _verdict(problem: str) -> tuple[int, bytes]:
-    return (503, f"no: {problem}\n".encode()) if problem else (200, b"ok\n")
+def _verdict(problem: str, activity: str = "") -> tuple[int, bytes]:
+    return (503, f"no: {problem}\n".encode()) if problem else (200, f"ok: {activity}\n".encode() if activity else b"ok\n")

@@ -35,6 +35,7 @@ class Feed(Generic[Item]):
         self.name = name
         self._deliver, self._close, self._failed = deliver, close, failed
         self._queue: deque[Item] = deque()
+        self._num_unfinished = 0
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"feed {name}", daemon=True)
@@ -45,6 +46,7 @@ class Feed(Generic[Item]):
         with self._changed:
             if len(self._queue) < MAX_QUEUED:
                 self._queue.append(item)
+                self._num_unfinished += 1
                 self._changed.notify()
                 return
         self._fail("delivery.dropped", error=f"{MAX_QUEUED} wait already")
@@ -64,10 +66,18 @@ class Feed(Generic[Item]):
         """Whether the thread has not come to an end."""
         return self._thread.is_alive()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything that was put has been taken by the service, or given up."""
+        with self._changed:
+            return not self._num_unfinished
+
     def _run(self) -> None:
         while (item := self._next()) is not None:
             if not self._insist(item) and self._closing.is_set():
                 break  # what follows would not go out either
+            with self._changed:
+                self._num_unfinished -= 1
         self._try(self._close)
 
     def _next(self) -> Item | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from pathlib import Path
@@ -42,7 +43,12 @@ def configure_logs(config: TelemetryConfig, *, path: Path | None = None, **conte
 
 
 def _to_json(event: Any, **_: Any) -> str:
-    return orjson.dumps(event, default=str).decode()
+    """Write an event as JSON, whatever is in it: a line of a log may end no worker."""
+    try:
+        return orjson.dumps(event, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+    except TypeError:  # of orjson: a lone surrogate, a number above 64 bits, a key of another kind
+        plain = {str(name): value if isinstance(value, str | int | float | bool | None) else repr(value) for name, value in event.items()}
+        return json.dumps(plain)
 
 
 def _with_globals(context: dict[str, Any]) -> structlog.typing.Processor:

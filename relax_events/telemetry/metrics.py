@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from relax_events.telemetry.engine_metrics import EngineMetrics
@@ -26,6 +26,12 @@ class WorkerMetrics:
         self._processed = Counter("relax_records_processed_total", "Records that a worker finished.", ["role"], registry=self.registry)
         self._expired = Counter(
             "relax_records_expired_total", "Records skipped because their version left the window.", ["role"], registry=self.registry
+        )
+        self._dropped = Counter(
+            "relax_records_of_dropped_generations_total",
+            "Records of a second generation of a prompt group, dropped because another one was joined.",
+            ["role"],
+            registry=self.registry,
         )
         self._letters = Counter("relax_dead_letters_total", "Records written to a dead-letter topic.", ["role", "reason"], registry=self.registry)
         self._ended = Counter("relax_prompt_groups_ended_total", "Prompt groups by how they ended.", ["outcome"], registry=self.registry)
@@ -75,6 +81,10 @@ class WorkerMetrics:
     def expired(self, count: int) -> None:
         """Count records whose version left the window."""
         self._expired.labels(self._role).inc(count)
+
+    def generation_dropped(self, count: int) -> None:
+        """Count records of a prompt group that was generated again, where another generation of it was joined."""
+        self._dropped.labels(self._role).inc(count)
 
     def expect_dead_letters(self, reasons: Iterable[str]) -> None:
         """Count none yet, for these classes of errors: what Prometheus first sees as 1 it takes for no increase."""
@@ -142,14 +152,20 @@ class WorkerMetrics:
 class ErrorMetrics(Collector):
     """What a worker's clients met, counted where it happens; labels are bounded by librdkafka's names and by what stores are asked to do."""
 
-    def __init__(self, role: str, *, broker: Mapping[str, int], objects: Mapping[str, int]) -> None:
-        self._role, self._broker, self._objects = role, broker, objects
+    def __init__(self, role: str, *, broker: Mapping[str, int], objects: Mapping[str, int], away_seconds: Callable[[], float]) -> None:
+        self._role, self._broker, self._objects, self._away_seconds = role, broker, objects, away_seconds
 
     def collect(self) -> Iterator[Metric]:
-        """Give both families."""
+        """Give all families."""
         broker = CounterMetricFamily("relax_broker_errors", "What clients met in the background, mended or not.", labels=["role", "error"])
-        objects = CounterMetricFamily("relax_object_errors", "Calls of the object store that failed for good.", labels=["role", "action"])
+        failed = "Calls of the object store that failed, those that are tried again included."
+        objects = CounterMetricFamily("relax_object_errors", failed, labels=["role", "action"])
         for family, counts in ((broker, self._broker), (objects, self._objects)):
             for name, count in dict(counts).items():
                 family.add_metric([self._role, name], count)
             yield family
+        away = GaugeMetricFamily(
+            "relax_object_store_away_seconds", "For how long an object store has not answered; 0 when it does.", labels=["role"]
+        )
+        away.add_metric([self._role], self._away_seconds())
+        yield away

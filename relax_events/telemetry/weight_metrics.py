@@ -18,6 +18,12 @@ class WeightMetrics:
             ["role", "transport"],
             registry=registry,
         )
+        self._lost = Counter(
+            "relax_weights_lost_prompt_groups_total",
+            "Prompt groups that were ended, and issued again, since the weights of their policy version can't be read.",
+            ["role"],
+            registry=registry,
+        )
         self._delay = Histogram(
             "relax_weights_delay_seconds",
             "Time from a policy version's publication until an engine serves it.",
@@ -40,6 +46,10 @@ class WeightMetrics:
         self._engines = Gauge(
             "relax_weights_broadcast_engines", "Engines that the trainer sends new policy versions to.", ["role"], registry=registry
         )
+
+    def lost(self, count: int) -> None:
+        """Count prompt groups of a version whose weights can't be read."""
+        self._lost.labels(self._role).inc(count)
 
     def loaded(self, transport: str, *, delay_seconds: float) -> None:
         """Count a policy version that an engine serves now, so long after its publication."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from relax_events.config import RunConfig
@@ -24,20 +25,54 @@ SAMPLE_TOPICS = {
     "actor.logprobs": "SampleEvaluated by the actor-forward role",
     "critic.values": "SampleEvaluated by the critic",
     "teacher.logprobs": "SampleEvaluated by the teacher",
-    "advantage.samples": "SampleReady for the trainer, and PromptGroupEnded for prompt groups that won't be trained",
+    "advantage.samples": "SampleReady for the trainer, and PromptGroupEnded where the advantage role ends a prompt group; it alone writes here",
+    "prompt.end-requests": "PromptGroupEnded: other roles ask the trainer to end a prompt group that failed or expired",
 }
+TRAINED_FROM = "advantage.samples"
+END_REQUESTS = "prompt.end-requests"
+TRAINER_INPUTS = (TRAINED_FROM, END_REQUESTS)
+"""What the trainer reads, from positions that it commits with its steps."""
+TRAINER_NEIGHBOUR = "advantage"
+"""The role that writes what is trained. Other roles' requests have a topic of their own, so that none of them may write samples."""
 CONTROL_TOPICS = {
-    "control.policy-versions": "PolicyVersionPublished: which weights may be used, and where their records begin; EnginesEnlisted: who is sent them",
+    "control.policy-versions": "PolicyVersionPublished: which weights may be used, where their records begin, and what the log holds before them",
     "control.train-steps": "TrainStepCommitted: what each step trained on and what came out",
     "control.group-outcomes": "PromptGroupEnded: how each prompt group ended, decided by the trainer",
     "control.commands": "RunCommanded: what the controller asks for; RunDescribed: the run file",
     "control.evaluations": "PolicyEvaluated: how good a version is on a dataset",
-    "control.metrics": "MetricsReported: figures of every worker",
+    "control.schemas": "writer schemas as JSON, by fingerprint; never compacted, so that no writer can take another one's away",
 }
+ROLES = (
+    "prompter",
+    "rollout",
+    "reward",
+    "judge",
+    "reference",
+    "actor-forward",
+    "critic",
+    "teacher",
+    "advantage",
+    "trainer",
+    "evaluator",
+    "controller",
+    "metrics",
+)
+HEARTBEATS = {role: f"control.heartbeats.{role}" for role in ROLES}
+METRICS = {role: f"control.metrics.{role}" for role in ROLES}
+"""A topic for each role, which it alone may write: no role can speak for another one's workers."""
+OF_ROLES = frozenset({*HEARTBEATS.values(), *METRICS.values()})
+REPORT_TOPICS = {entity: f"MetricsReported: metrics of the workers of {role}, kept for a while" for role, entity in METRICS.items()}
 COMPACTED_TOPICS = {
-    "control.heartbeats": "WorkerBeat, newest by worker",
-    "control.schemas": "writer schemas as JSON, by fingerprint",
+    **{entity: f"WorkerBeat, newest by worker of {role}" for role, entity in HEARTBEATS.items()},
+    "control.engines": "EnginesEnlisted: the newest list of engines that the trainer sends new weights to",
 }
+SUMMARY_TOPICS = {"control.summaries": "PromptsSummed: the prompter's state, the newest"}
+_DAY_MS = 86_400_000
+BOUNDED_REPORTS = {"retention.ms": str(7 * _DAY_MS), "retention.bytes": str(256 << 20), "segment.bytes": str(16 << 20), "segment.ms": str(_DAY_MS)}
+"""Nobody needs old reports to go on: the metrics role has them in the run's folder, and at the trackers."""
+COMPACTION = {"cleanup.policy": "compact", "segment.bytes": str(1 << 20), "segment.ms": "600000", "min.cleanable.dirty.ratio": "0.1"}
+"""Only closed files are compacted. Heartbeats come every second for weeks, and with files of 1 GiB, the default, every one of them would be read
+by whoever starts."""
 MAP_ROLES = ("reward", "judge", "reference", "actor-forward", "critic", "teacher")
 """Roles that look at each sample by itself and write one event for it."""
 CONSUMER_ROLES = (*MAP_ROLES, "advantage")
@@ -72,6 +107,8 @@ class TopicPlan:
     """A replay has no prompts and samples of its own: they are those of this run."""
     segment_seconds: float = 0.0
     """After so long a file of the log is closed, so that it can go when its records are purged; 0 leaves that to the broker."""
+    roles: tuple[str, ...] = ROLES
+    """Those of the run, which have topics of heartbeats and metrics."""
 
     @classmethod
     def of(cls, config: RunConfig) -> TopicPlan:
@@ -86,6 +123,7 @@ class TopicPlan:
             compression=broker.compression,
             source_run_id=config.source.run if config.is_replay else "",
             segment_seconds=broker.segment_seconds if config.run.retain_versions else 0.0,
+            roles=tuple(role for role in ROLES if role in config.roles()),
         )
 
     @property
@@ -112,6 +150,10 @@ class TopicPlan:
     def entity(topic: str) -> str:
         """Return what a full topic name says besides its run, for example `rollout.samples`; a run id holds no dot."""
         return topic.split(".", 2)[-1]
+
+    def end_requests(self, role: str) -> str:
+        """Return the entity to which a role writes when it asks for the end of a prompt group."""
+        return TRAINED_FROM if role == TRAINER_NEIGHBOUR else END_REQUESTS
 
     def consumer_group(self, role: str) -> str:
         """Return the role's consumer group (or share group)."""
@@ -141,9 +183,18 @@ class TopicPlan:
         return [
             *self._sample_specs(),
             *self._specs(CONTROL_TOPICS, 1),
-            *self._specs(COMPACTED_TOPICS, 1, {"cleanup.policy": "compact"}),
+            *self._specs(self._present(REPORT_TOPICS), 1, BOUNDED_REPORTS),
+            *self._specs(self._present(COMPACTED_TOPICS), 1, COMPACTION),
+            *self._specs(SUMMARY_TOPICS, 1, COMPACTION | {"segment.bytes": str(2 * MAX_RECORD_BYTES)}),
             *self._specs(letters, 1),
         ]
+
+    def _present(self, entities: Mapping[str, str]) -> dict[str, str]:
+        return {entity: doc for entity, doc in entities.items() if self.has(entity)}
+
+    def has(self, entity: str) -> bool:
+        """Tell whether a topic of reports is of a role that the run has; any other topic is the run's."""
+        return entity not in OF_ROLES or entity.rpartition(".")[-1] in self.roles
 
     def scores_entity(self, name: str) -> str:
         """Return the topic, without its run, of scores that another reward function gave to old samples.

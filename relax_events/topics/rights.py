@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from relax_events.topics.plan import DEAD_LETTER_ROLES, SAMPLE_TOPICS
+from relax_events.topics.followers import FOLLOWER
+from relax_events.topics.plan import DEAD_LETTER_ROLES, END_REQUESTS, HEARTBEATS, METRICS, SAMPLE_TOPICS, TRAINED_FROM, TRAINER_INPUTS
 
-WORKER_READS = ("control.schemas", "control.policy-versions", "control.commands")
-WORKER_WRITES = ("control.schemas", "control.heartbeats", "control.metrics")
+WORKER_READS = ("control.schemas", "control.policy-versions", "control.commands", "control.engines")
+WORKER_WRITES = ("control.schemas",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,36 +26,36 @@ class Rights:
 
 
 ROLE_RIGHTS = {
-    "prompter": Rights(reads=("control.group-outcomes", "prompt.groups"), writes=("prompt.groups",)),
-    "rollout": Rights(reads=("prompt.groups",), writes=("rollout.samples", "advantage.samples"), is_member=True, has_queue=True),
-    "reward": Rights(reads=("rollout.samples",), writes=("reward.scores", "advantage.samples"), is_member=True),
-    "judge": Rights(reads=("rollout.samples",), writes=("reward.scores", "advantage.samples"), is_member=True),
-    "reference": Rights(reads=("rollout.samples",), writes=("reference.logprobs", "advantage.samples"), is_member=True),
-    "actor-forward": Rights(reads=("rollout.samples",), writes=("actor.logprobs", "advantage.samples"), is_member=True),
+    "prompter": Rights(reads=("control.group-outcomes", "control.summaries", "prompt.groups"), writes=("prompt.groups", "control.summaries")),
+    "rollout": Rights(reads=("prompt.groups", HEARTBEATS["rollout"]), writes=("rollout.samples", END_REQUESTS), is_member=True, has_queue=True),
+    "reward": Rights(reads=("rollout.samples",), writes=("reward.scores", END_REQUESTS), is_member=True),
+    "judge": Rights(reads=("rollout.samples",), writes=("reward.scores", END_REQUESTS), is_member=True),
+    "reference": Rights(reads=("rollout.samples",), writes=("reference.logprobs", END_REQUESTS), is_member=True),
+    "actor-forward": Rights(reads=("rollout.samples",), writes=("actor.logprobs", END_REQUESTS), is_member=True),
     "critic": Rights(
-        reads=("rollout.samples", "advantage.samples", "control.train-steps"), writes=("critic.values", "advantage.samples"), is_member=True
+        reads=("rollout.samples", TRAINED_FROM, "control.train-steps"), writes=("critic.values", END_REQUESTS), is_member=True
     ),
-    "teacher": Rights(reads=("rollout.samples",), writes=("teacher.logprobs", "advantage.samples"), is_member=True),
+    "teacher": Rights(reads=("rollout.samples",), writes=("teacher.logprobs", END_REQUESTS), is_member=True),
     "advantage": Rights(
         reads=("rollout.samples", "reward.scores", "reference.logprobs", "actor.logprobs", "critic.values", "teacher.logprobs"),
-        writes=("advantage.samples",),
+        writes=(TRAINED_FROM,),
         is_member=True,
     ),
     "trainer": Rights(
-        reads=("advantage.samples", "control.train-steps", "control.group-outcomes"),
-        writes=("control.policy-versions", "control.train-steps", "control.group-outcomes"),
+        reads=(*TRAINER_INPUTS, "control.train-steps", "control.group-outcomes", "control.evaluations"),
+        writes=("control.policy-versions", "control.train-steps", "control.group-outcomes", "control.engines"),
         describes=tuple(SAMPLE_TOPICS),
         is_member=True,
         is_transactional=True,
     ),
     "evaluator": Rights(reads=("control.evaluations",), writes=("control.evaluations",)),
     "controller": Rights(
-        reads=("control.train-steps", "control.group-outcomes", "control.heartbeats", "control.metrics", "control.evaluations"),
+        reads=("control.train-steps", "control.group-outcomes", *HEARTBEATS.values(), *METRICS.values(), "control.evaluations"),
         writes=("control.commands",),
         describes=("prompt.groups", *SAMPLE_TOPICS),
         watches=("rollout",),
     ),
-    "metrics": Rights(reads=("control.metrics", "control.train-steps", "control.evaluations")),
+    "metrics": Rights(reads=(*METRICS.values(), "control.train-steps", "control.evaluations")),
 }
 PERSON_RIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
     "operator": {"topic": ("all",), "group": ("all",), "transactional_id": ("all",)},
@@ -96,13 +97,18 @@ def acls_of(run_id: str, *, source_run_id: str = "") -> list[Acl]:
     return sorted({*_of_roles(run_id), *_of_people(run_id), *(_on_source(run_id, source_run_id) if source_run_id else ())})
 
 
+def written_by(role: str) -> tuple[str, ...]:
+    """Return what a role may write."""
+    letters = (f"{role}.dead-letters",) if role in DEAD_LETTER_ROLES else ()
+    return (*WORKER_WRITES, HEARTBEATS[role], METRICS[role], *ROLE_RIGHTS[role].writes, *letters)
+
+
 def _of_roles(run_id: str) -> Iterable[Acl]:
     prefix = prefix_of(run_id)
     for role, rights in ROLE_RIGHTS.items():
-        letters = (f"{role}.dead-letters",) if role in DEAD_LETTER_ROLES else ()
         operations = {
             "read": (*WORKER_READS, *rights.reads),
-            "write": (*WORKER_WRITES, *rights.writes, *letters),
+            "write": written_by(role),
             "describe": rights.describes,
         }
         username = username_of(run_id, role)
@@ -126,6 +132,9 @@ def _of_people(run_id: str) -> Iterable[Acl]:
 
 
 def _on_source(run_id: str, source_run_id: str) -> Iterable[Acl]:
+    group = prefix_of(run_id) + FOLLOWER  # tells the source which records are still needed
+    yield Acl(username_of(run_id, "trainer"), "group", group, "literal", "read")
+    yield Acl(username_of(source_run_id, "operator"), "group", group, "literal", "describe")
     for principal in SOURCE_READERS:
         for operation in PERSON_RIGHTS["reader"]["topic"]:
             yield Acl(username_of(run_id, principal), "topic", prefix_of(source_run_id), "prefixed", operation)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import safetensors.torch
+import structlog
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from relax_events.training.pending_checkpoint import MANIFEST, PendingCheckpoint
 from relax_events.training.protocol import TrainerState
 from relax_events.training.ranks import Ranks
 
+log = structlog.get_logger()
 PREFIX = "checkpoints/"
 FORMAT = 1
 
@@ -39,12 +41,13 @@ FORMAT = 1
 class RestoredCheckpoint:
     """A checkpoint that was read and verified; `extra` is what the caller gave when saving."""
 
+    reference: CheckpointRef
     state: TrainerState
     extra: dict[str, Any]
 
 
 class Checkpoints:
-    """The checkpoints of one run. `save` and `PendingCheckpoint` are collective, `load` and `prune` are not."""
+    """The checkpoints of one run. `save`, `load_newest` and `PendingCheckpoint` are collective, `load` and `prune` are not."""
 
     def __init__(self, store: ObjectStore, *, ranks: Ranks, keep: int, folder: str = PREFIX) -> None:
         """Start the writer's thread.
@@ -97,7 +100,29 @@ class Checkpoints:
             tensors |= self._read_shard(ObjectRef(shard["uri"], bytes.fromhex(shard["digest"]), shard["num_bytes"]))
         if different := sorted(set(manifest["tensors"]) ^ tensors.keys()):
             raise ObjectError(f"checkpoint {reference.uri}: {different[0]} is not in both manifest and shards; restore from another checkpoint")
-        return RestoredCheckpoint(TrainerState(policy_version=manifest["policy_version"], tensors=tensors), manifest["extra"])
+        return RestoredCheckpoint(reference, TrainerState(policy_version=manifest["policy_version"], tensors=tensors), manifest["extra"])
+
+    def load_newest(self, references: Sequence[CheckpointRef]) -> RestoredCheckpoint | None:
+        """Read the newest checkpoint that every rank can read; collective. One that a rank can't is passed over, and the log says why.
+
+        Args:
+            references: Newest first.
+        Returns:
+            None where there is none.
+        Raises:
+            StoreUnavailable: The store does not answer.
+        """
+        for reference in references:
+            restored, problem = None, ""
+            try:
+                restored = self.load(reference)
+            except ObjectError as error:
+                problem = str(error)
+            problems = {rank: text.decode() for rank, text in enumerate(self._ranks.all_gather_bytes(problem.encode())) if text}
+            if restored is not None and not problems:
+                return restored
+            log.error("checkpoint.unreadable", uri=reference.uri, policy_version=reference.policy_version, errors=problems)
+        return None
 
     def _read_manifest(self, reference: CheckpointRef) -> dict[str, Any]:
         data = self._store.get_at(self._store.key(reference.uri))

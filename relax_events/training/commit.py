@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import structlog
@@ -14,8 +15,9 @@ from relax_events.errors import Fenced
 from relax_events.events.parts import CheckpointRef, ObjectRef, Outcome, TopicOffset
 from relax_events.events.types import PolicyVersionPublished, PromptGroupEnded, TrainStepCommitted
 from relax_events.pipeline.failpoints import failpoint
+from relax_events.pipeline.publications import SUMMED_ENTITIES
 from relax_events.pipeline.worker import Worker
-from relax_events.policy import end_of
+from relax_events.policy import end_of, is_guest
 from relax_events.telemetry.traces import NO_HEADERS
 from relax_events.training.history import TrainingHistory
 from relax_events.training.step_record import StepLayout, StepShare
@@ -34,10 +36,16 @@ class StepCommitter:
         self._transports: list[str] = sorted({"store", worker.config.weights.transport}, reverse=True)
         self._admin = Admin(worker.connection)
         self._writer = TransactionalWriter(worker.connection, transactional_id=worker.plan.transactional_id("trainer"))
+        self._begins = self._control_ends()  # no earlier trainer writes behind it any more
+        self._num_steps, self._ended = 0, Counter[str]()
+
+    def take_up(self, history: TrainingHistory) -> None:
+        """Count on from what the log says: publications sum up what lies before them."""
+        self._num_steps, self._ended = history.num_steps, history.outcomes
 
     def publish_initial(self, artifact: ObjectRef, *, policy_version: int = 0) -> None:
         """Publish the version that the run begins with."""
-        self._writer.commit([self._published(policy_version, artifact)], already_real=lambda: not TrainingHistory.read(self._worker).is_fresh)
+        self._writer.commit([self._published(policy_version, artifact)], already_real=lambda: not self._history().is_fresh)
 
     def commit_step(
         self,
@@ -46,13 +54,16 @@ class StepCommitter:
         train_step: int,
         artifact: ObjectRef,
         digest: bytes,
-        figures: Mapping[str, float],
+        figures: Mapping[str, float] | None,
         phase_seconds: Mapping[str, float],
         checkpoint: CheckpointRef | None,
         step_headers: Mapping[str, str] = NO_HEADERS,
         version_headers: Mapping[str, str] = NO_HEADERS,
     ) -> TrainStepCommitted:
-        """Commit a step with everything that became true by it; its record and that of its version carry the contexts of their traces."""
+        """Commit a step with everything that became true by it; its record and that of its version carry the contexts of their traces.
+
+        Without figures the step's update was skipped.
+        """
         has_rewards = self._worker.config.algorithm.has_rewards
         layout = StepLayout.of(shares, has_rewards=has_rewards)
         step = TrainStepCommitted(
@@ -66,15 +77,16 @@ class StepCommitter:
             micro_batches=layout.micro_batches,
             consumed=layout.consumed,
             staleness_counts=layout.staleness_counts,
-            figures={**figures, **layout.figures},
+            figures={**(figures or {}), **layout.figures},
             phase_seconds=dict(phase_seconds),
             weights_digest=digest,
             checkpoint=checkpoint,
+            update_skipped=figures is None,
         )
+        ended = [*(end for share in shares for end in share.ended), *trained_outcomes(shares, train_step, has_rewards=has_rewards)]
         records = [
             self._worker.outbound("control.train-steps", step, key=str(train_step), headers=step_headers),
-            *(self._outcome(ended) for share in shares for ended in share.ended),
-            *(self._outcome(ended) for ended in trained_outcomes(shares, train_step, has_rewards=has_rewards)),
+            *(self._outcome(end) for end in ended),
             self._published(train_step + 1, artifact, headers=version_headers),
         ]
         self._writer.commit(
@@ -84,6 +96,8 @@ class StepCommitter:
             already_real=lambda: self._is_committed(step),
             before_commit=lambda: failpoint("trainer.in_transaction"),
         )
+        self._num_steps += 1
+        self._count(ended)
         return step
 
     def commit_outcomes(self, ended: Sequence[PromptGroupEnded], *, train_step: int) -> None:
@@ -93,6 +107,14 @@ class StepCommitter:
         """
         wanted = {group.prompt_group_id for group in ended}
         self._writer.commit([self._outcome(group) for group in ended], already_real=lambda: self._are_committed(wanted, train_step))
+        self._count(ended)
+
+    def _count(self, ended: Sequence[PromptGroupEnded]) -> None:
+        self._ended.update(end.outcome.value for end in ended if not is_guest(end.prompt_group_id))
+
+    def _history(self) -> TrainingHistory:
+        """Read what was committed since the transaction before the last publication of ours, or since we began."""
+        return TrainingHistory.read_from(self._worker, self._begins)
 
     def _is_committed(self, step: TrainStepCommitted) -> bool:
         """Tell whether an unsure commit of ours became real.
@@ -100,14 +122,14 @@ class StepCommitter:
         Raises:
             Fenced: Another trainer committed this step while we were not sure; what we trained is on nobody's path.
         """
-        newer = [other for other in TrainingHistory.read(self._worker).steps if other.train_step >= step.train_step]
+        newer = [other for other in self._history().steps if other.train_step >= step.train_step]
         if newer and (len(newer) > 1 or newer[0].weights_digest != step.weights_digest or newer[0].sample_ids != step.sample_ids):
             raise Fenced(f"train step {step.train_step} was committed by another trainer; end this one")
         return bool(newer)
 
     def _are_committed(self, group_ids: set[str], train_step: int) -> bool:
         """Tell the same of ends, which become real all or none; raises as `_is_committed`."""
-        history = TrainingHistory.read(self._worker)
+        history = self._history()
         if any(step.train_step >= train_step for step in history.steps):
             raise Fenced(f"train step {train_step} was committed by another trainer; end this one")
         known = group_ids & history.ended_group_ids
@@ -120,8 +142,16 @@ class StepCommitter:
         return self._worker.outbound("control.group-outcomes", ended, key=ended.prompt_group_id)
 
     def _published(self, version: int, artifact: ObjectRef, *, headers: Mapping[str, str] = NO_HEADERS) -> OutRecord:
-        starts = self._start_offsets(version)
-        event = PolicyVersionPublished(policy_version=version, artifact=artifact, transports=self._transports, start_offsets=starts)
+        self._begins = self._control_ends()
+        event = PolicyVersionPublished(
+            policy_version=version,
+            artifact=artifact,
+            transports=self._transports,
+            start_offsets=self._start_offsets(version),
+            control_offsets=[TopicOffset(self._worker.plan.topic(entity), 0, offset) for entity, offset in self._begins.items()],
+            num_steps_before=self._num_steps,
+            ended_before=dict(self._ended),
+        )
         return self._worker.outbound("control.policy-versions", event, key=str(version), headers=headers)
 
     def _start_offsets(self, version: int) -> list[TopicOffset]:
@@ -129,6 +159,11 @@ class StepCommitter:
         plan = self._worker.plan
         places = [(topic, partition) for topic in plan.sample_topics() for partition in plan.partitions_of_version(version)]
         return [TopicOffset(topic, partition, offset) for (topic, partition), offset in sorted(self._admin.end_offsets(places).items())]
+
+    def _control_ends(self) -> dict[str, int]:
+        """Ask where the topics end that we alone write."""
+        places = {(self._worker.plan.topic(entity), 0): entity for entity in SUMMED_ENTITIES}
+        return {places[place]: offset for place, offset in self._admin.end_offsets(places).items()}
 
     def close(self) -> None:
         """Leave nothing open."""

@@ -35,12 +35,7 @@ def critic_checkpoints(store: ObjectStore, *, digests: Mapping[int, bytes]) -> I
         store: The run's.
         digests: The digest of the policy's weights by version, as the log's train steps recorded them.
     """
-    try:
-        keys = [key for key in store.list(FOLDER) if key.endswith(f"/{MANIFEST}")]
-    except ObjectError as error:
-        log.warning("critic_checkpoints.unreadable", error=str(error))
-        return
-    for key in sorted(keys, reverse=True):
+    for key in sorted(_manifests(store), reverse=True):
         try:
             found = _read(store, key, digests)
         except (ObjectError, ValueError, KeyError) as error:
@@ -48,6 +43,19 @@ def critic_checkpoints(store: ObjectStore, *, digests: Mapping[int, bytes]) -> I
         else:
             if found is not None:
                 yield found
+
+
+def stored_versions(store: ObjectStore) -> list[int]:
+    """Return the versions of which there is a checkpoint, of whatever history and whole or not, in order."""
+    return sorted({int(key.removeprefix(FOLDER).partition("/")[0]) for key in _manifests(store)})
+
+
+def _manifests(store: ObjectStore) -> list[str]:
+    try:
+        return [key for key in store.list(FOLDER) if key.endswith(f"/{MANIFEST}")]
+    except ObjectError as error:
+        log.warning("critic_checkpoints.unreadable", error=str(error))
+        return []
 
 
 def _read(store: ObjectStore, key: str, digests: Mapping[int, bytes]) -> CriticCheckpoint | None:

@@ -2,7 +2,7 @@
 
     control.train-steps ──▶ the batch of each committed step, from advantage.samples ──▶ returns = advantages + values ──▶ value loss, AdamW
                                                                                                             │
-    control.metrics ◀── figures of the step                    checkpoint in the object store, now and then ◀┘
+    control.metrics.critic ◀── figures of the step             checkpoint in the object store, now and then ◀┘
 
 What it knows is a function of the log and of where it began, so nothing has to be committed: one that starts anew loads its newest
 checkpoint and learns from the later steps again, with the same bits on the CPU.
@@ -20,14 +20,17 @@ import structlog
 
 from relax_events.broker.consumer import LogReader
 from relax_events.broker.deadline import Deadline
-from relax_events.errors import BrokerUnavailable, ObjectError, PoisonSample, RunFailed
+from relax_events.errors import BrokerUnavailable, ObjectError, PoisonSample, RunFailed, StepNotFinite
 from relax_events.events.types import MetricsReported, TrainStepCommitted
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.failpoints import failpoint
+from relax_events.pipeline.publications import begins_of, newest_publications
 from relax_events.pipeline.source_run import SourceRun
 from relax_events.pipeline.worker import Worker
+from relax_events.topics import TopicPlan
+from relax_events.topics.plan import METRICS, TRAINED_FROM
 from relax_events.training.checkpoints import Checkpoints
-from relax_events.training.critic_checkpoints import FOLDER, critic_checkpoints
+from relax_events.training.critic_checkpoints import FOLDER, critic_checkpoints, stored_versions
 from relax_events.training.packing import pack_order
 from relax_events.training.pending_checkpoint import PendingCheckpoint
 from relax_events.training.protocol import Critic, ValueFigures
@@ -56,13 +59,19 @@ class CriticLearning:
         self._worker, self._critic = worker, critic
         self._checkpoints = Checkpoints(store, ranks=SingleRank(), keep=worker.config.trainer.keep_checkpoints, folder=FOLDER)
         self._pending: PendingCheckpoint | None = None
+        self._checkpoint_begun = time.monotonic()
         self._consumed: dict[int, int] = {}
-        digests = self._recorded_digests()
+        self._skipped_in_a_row = 0
+        begin = self._begin(store)
+        digests = self._recorded_digests(begin)
         self._restore(store, digests)
         own = SourceRun(worker.config, worker.plan, worker.connection)
         first, last = critic.policy_version, worker.config.last_version
         batches = RecordedBatches(worker, SingleRank())
-        self._steps = SourceSteps(own, batches, first=first, last=last, decode=lambda record: worker.codec.decode(record.value), remedy=REMEDY)
+        begin = begin if first in digests else 0
+        self._steps = SourceSteps(
+            own, batches, first=first, last=last, begin=begin, decode=lambda record: worker.codec.decode(record.value), remedy=REMEDY
+        )
         self._learn_to(max(digests, default=first), or_drain=True)
 
     def before(self, policy_version: int) -> int:
@@ -77,14 +86,26 @@ class CriticLearning:
     def turn(self) -> None:
         """Learn from the next step if it is there."""
         if self._steps.has_next(timeout_seconds=0.0):
-            self._learn(self._steps.take())
+            self._learn(self._take())
         self._poll_checkpoint()
 
-    def _recorded_digests(self) -> dict[int, bytes]:
+    def _begin(self, store: ObjectStore) -> int:
+        """Return where the steps since the oldest stored checkpoint begin on control.train-steps; where there is none all have to be learned."""
+        oldest = min(stored_versions(store), default=-1)
+        if oldest < 0:
+            return 0
+        reader, plan, decode = LogReader(self._worker.connection), self._worker.plan, self._worker.decode
+        try:
+            found = newest_publications(reader, plan, decode, enough=lambda found: bool(found) and found[0].policy_version <= oldest)
+        finally:
+            reader.close()
+        return begins_of([event for event in found if event.policy_version >= oldest], plan)["control.train-steps"]
+
+    def _recorded_digests(self, begin: int) -> dict[int, bytes]:
         place, digests = (self._worker.plan.topic("control.train-steps"), 0), {}
         reader = LogReader(self._worker.connection)
         try:
-            for record in reader.stream({place: reader.watermarks(*place)}):
+            for record in reader.stream({place: (begin, reader.watermarks(*place)[1])}):
                 step = self._worker.decode(record)
                 if isinstance(step, TrainStepCommitted):
                     digests[step.policy_version] = step.weights_digest
@@ -107,12 +128,16 @@ class CriticLearning:
         deadline = Deadline(STEP_SECONDS)
         while self._critic.policy_version < policy_version and not (or_drain and self._worker.drain.requested):
             if self._steps.has_next(timeout_seconds=TURN_SECONDS):
-                self._learn(self._steps.take())
+                self._learn(self._take())
                 deadline = Deadline(STEP_SECONDS)
             elif deadline.passed:
                 missing = f"train step {self._critic.policy_version}, which led to policy version {policy_version},"
                 raise BrokerUnavailable(f"{missing} can't be read from control.train-steps after {STEP_SECONDS:g} s; is the broker down?")
             self._worker.tick(working=True)
+
+    def _take(self) -> RecordedBatch:
+        with self._worker.piece("read a recorded batch"):
+            return self._steps.take()
 
     def _learn(self, batch: RecordedBatch) -> None:
         """Train on a step's samples, in recorded order and cut by our own budget, so that the result is the same each time."""
@@ -120,21 +145,41 @@ class CriticLearning:
         lengths = [len(plain(sample, "tokens")) for sample in samples]
         try:
             for part in pack_order(lengths, max_tokens=self._worker.config.trainer.max_tokens_per_micro_batch):
-                self._critic.accumulate(samples[part])
-                self._worker.beats.advance()
+                with self._worker.piece("train a micro-batch"):
+                    self._critic.accumulate(samples[part])
                 self._worker.tick(working=True)
         except PoisonSample as error:
             raise RunFailed(
                 f"the critic can't learn from train step {batch.step.train_step}: {error}; was it made under another run file?"
             ) from error
-        figures = self._critic.step()
+        figures = self._update()
         failpoint("critic.learning")
-        for at in batch.step.consumed:
+        for at in (at for at in batch.step.consumed if TopicPlan.entity(at.topic) == TRAINED_FROM):
             self._consumed[at.partition] = max(at.offset, self._consumed.get(at.partition, 0))
-        self._report(figures)
+        if figures is not None:
+            self._report(figures)
         self._save_checkpoint(batch.step)
         self._worker.metrics.tokens(sum(lengths))
         self._worker.finished(len(samples), started)
+
+    def _update(self) -> ValueFigures | None:
+        """Update the critic and return its figures; None where loss or gradient is not finite and the update is skipped.
+
+        Raises:
+            StepNotFinite: This happened `trainer.max_steps_not_finite` times in a row.
+        """
+        with self._worker.piece("step the optimizer"):
+            try:
+                figures = self._critic.step()
+            except StepNotFinite as error:
+                self._skipped_in_a_row += 1
+                log.error("critic_update.skipped", num_in_a_row=self._skipped_in_a_row, error=str(error))
+                if self._skipped_in_a_row >= self._worker.config.trainer.max_steps_not_finite:
+                    raise
+                self._critic.skip_step()
+                return None
+        self._skipped_in_a_row = 0
+        return figures
 
     def _report(self, figures: ValueFigures) -> None:
         worker, version = self._worker, self._critic.policy_version
@@ -143,16 +188,23 @@ class CriticLearning:
         worker.metrics.learned(value_loss=figures.value_loss, explained_variance=figures.explained_variance, version_lag=lag)
         values = {**asdict(figures), "critic_version_lag": float(lag)}
         event = MetricsReported(worker_id=worker.worker_id, role=worker.role, policy_version=version, values=values)
-        worker.producer.send(worker.outbound("control.metrics", event, key=worker.worker_id))
+        worker.producer.send(worker.outbound(METRICS[worker.role], event, key=worker.worker_id))
         log.info("critic_step.learned", train_step=version - 1, **{name: round(value, 6) for name, value in values.items()})
 
     def _save_checkpoint(self, step: TrainStepCommitted) -> None:
-        """Start a checkpoint when one is due. It becomes real with its manifest, once all of it is in the store."""
+        """Start a checkpoint when one is due. It becomes real with its manifest, once all of it is in the store.
+
+        None begins amid skipped updates, so that a critic that starts anew counts all of them again.
+        """
         self._poll_checkpoint()
-        if step.policy_version % self._worker.config.trainer.checkpoint_every or self._pending is not None:
+        seconds = time.monotonic() - self._checkpoint_begun
+        is_due = self._worker.config.trainer.checkpoint_is_due(step.policy_version, seconds=seconds) and not self._skipped_in_a_row
+        if not is_due or self._pending is not None:
             return
+        self._checkpoint_begun = time.monotonic()
         extra = {"weights_digest": step.weights_digest.hex(), "consumed": sorted(self._consumed.items())}
-        self._pending = self._checkpoints.save(self._critic.state(), extra=extra)
+        with self._worker.transfer("copy the checkpoint"):
+            self._pending = self._checkpoints.save(self._critic.state(), extra=extra)
 
     def _poll_checkpoint(self) -> None:
         if self._pending is not None and (reference := self._pending.poll()) is not None:

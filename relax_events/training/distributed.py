@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from types import TracebackType
 from typing import Self
@@ -13,21 +14,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from relax_events.errors import EnvironmentProblem, RunFailed
-from relax_events.training.ranks import Ranks, SingleRank
+from relax_events.errors import EnvironmentProblem, RankLost
+from relax_events.training.ranks import LISTENER, Around, Ranks, SingleRank
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def open_ranks(*, timeout_seconds: float) -> Ranks:
-    """Join the ranks that torchrun started, or stand alone where it did not.
+    """Join the ranks that `relax run` or torchrun started, or stand alone where there are none.
 
     Args:
         timeout_seconds: Deadline of joining and of every later collective.
     Raises:
         EnvironmentProblem: torchrun's environment is incomplete; the text names what is missing.
-        RunFailed: The other ranks did not come before the deadline.
+        RankLost: The other ranks did not come before the deadline.
     """
     if "RANK" not in os.environ:
         return SingleRank()
@@ -36,8 +38,16 @@ def open_ranks(*, timeout_seconds: float) -> Ranks:
     return TorchRanks(timeout_seconds=timeout_seconds)
 
 
+def served_rendezvous(num_ranks: int, *, timeout_seconds: float) -> TCPStore | None:
+    """Serve the store by which the ranks find each other, where a listening socket was handed to this rank; all ranks join it as clients."""
+    if (listener := os.environ.pop(LISTENER, None)) is None:
+        return None
+    host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_seconds)
+    return TCPStore(host, port, num_ranks, True, timeout, False, master_listen_fd=int(listener))
+
+
 class TorchRanks:
-    """Ranks that torchrun started. A rank that dies or hangs makes the others' next collective raise RunFailed by the deadline."""
+    """Ranks over torch.distributed. A rank that dies or hangs makes the others' next collective raise RankLost by the deadline."""
 
     def __init__(self, *, timeout_seconds: float) -> None:
         """Join the group; see `open_ranks`.
@@ -46,14 +56,17 @@ class TorchRanks:
             timeout_seconds: Deadline of joining and of every later collective.
         """
         self.rank, self.size, self.local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        self._around: Around = nullcontext
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        self._store = served_rendezvous(self.size, timeout_seconds=timeout_seconds)
         self._attempt("joining", lambda: dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds)))
 
     def _attempt(self, what: str, collective: Callable[[], object]) -> None:
         try:
-            collective()
+            with self._around():
+                collective()
         except RuntimeError as error:
-            raise RunFailed(
+            raise RankLost(
                 f"rank {self.rank} of {self.size}: {what} failed, another rank died or is behind ({error}); "
                 "see its log, or raise trainer.collective_timeout_seconds"
             ) from error
@@ -93,6 +106,10 @@ class TorchRanks:
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over ranks, in place."""
         self._attempt("all_reduce", lambda: dist.all_reduce(tensor))
+
+    def enter_around(self, around: Around) -> None:
+        """See `Ranks`."""
+        self._around = around
 
     def close(self) -> None:
         """Leave the group; a second call does nothing."""

@@ -135,7 +135,7 @@ def _train(config: RunConfig, path: Path, report: Report) -> None:
     # Another order than the run's own, so that the run does not begin with the very prompts it was warmed up on.
     stream = open_stream(config.data, seed=config.run.seed, order_seed=config.run.seed + 1, shuffle=True)
     family = family_of(path, config.model.media)
-    model = family.loader.from_pretrained(path, local_files_only=True, dtype=torch.float32)
+    model = family.loader.from_pretrained(path, local_files_only=True, dtype=torch.float32, trust_remote_code=False, use_safetensors=True)
     size = config.warm_start.batch_size
     with closing(Demonstrations(config, model_path=path)) as played:
         warm_start(

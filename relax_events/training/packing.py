@@ -111,6 +111,27 @@ class MicroBatcher:
         return samples or None
 
 
+def cut_by_cells(samples: Sequence[SampleReady], *, max_cells: int, whole_prompt_groups: bool = False) -> list[list[SampleReady]]:
+    """Cut a micro-batch whose samples can't share rows, so that no part has more cells than the budget: its rows times its longest sample.
+
+    Samples of like lengths come together, which pads least. One that is longer than the budget stands alone.
+
+    Args:
+        samples: In any number.
+        max_cells: Budget of a part, in tokens.
+        whole_prompt_groups: Never cut between two samples of a prompt group that come one after the other.
+    """
+    together = groupby(samples, key=lambda sample: sample.prompt_group_id if whole_prompt_groups else sample.sample_id)
+    units = [(max(len(plain(sample, "tokens")) for sample in members), members) for members in (list(group) for _, group in together)]
+    parts: list[list[SampleReady]] = []
+    for longest, members in sorted(units, key=lambda unit: unit[0]):
+        if parts and (len(parts[-1]) + len(members)) * longest <= max_cells:
+            parts[-1] += members
+        else:
+            parts.append(members)
+    return parts
+
+
 def require_whole_groups(samples: Sequence[SampleReady]) -> None:
     """Refuse a micro-batch in which a prompt group's samples are not all there, side by side and by index.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from relax_events.errors import ObjectError, RunFailed
+from relax_events.errors import ObjectError, RunFailed, StoreUnavailable
 from relax_events.events.parts import CheckpointRef, ObjectRef
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.failpoints import failpoint
@@ -88,7 +88,7 @@ class PendingCheckpoint:
             if self._ranks.rank == 0:
                 failpoint("checkpoint.before_manifest")
                 self._store.put_at(self._folder + MANIFEST, manifest)
-        except ObjectError as error:
+        except (ObjectError, StoreUnavailable) as error:
             return str(error) or type(error).__name__
         return ""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import structlog
 import torch
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
@@ -21,14 +22,16 @@ from relax_events.models.causal_lm import attention_kinds, load_causal_lm, repla
 from relax_events.models.families import family_of
 from relax_events.models.media_inputs import MediaInputs
 from relax_events.models.routers import Routers
+from relax_events.training.chunked_head import ChunkedHead
 from relax_events.training.packing import GivenExperts, PackedBatch
 from relax_events.training.row_layout import PromptSharing
 
-HEAD_ROWS = 8  # below eight rows the CPU's matrix product sums in another order, and a token's bits would depend on its company
+log = structlog.get_logger()
+HEAD_ROWS = 8  # below eight rows the CPU's matrix product sums in another order, and a token's rounding would depend on its company more than it must
 MAX_LOGITS_ELEMENTS = 2**26
 """Above this, the head works in chunks and is computed again in the backward pass: 256 MiB of float32 at a time."""
-ISOLATION_TOLERANCE = {torch.bfloat16: 5e-2, torch.float32: 1e-4, torch.float64: 1e-4}
-"""Difference in nats that rounding explains; a leak between packed samples is far larger."""
+MAX_LEAK_RATIO = 0.25
+"""A sample beside others may differ from the sample alone by this part of what it differs by when it sees them: rounding is far below it."""
 NEIGHBOURS = [0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2]
 """Positions of two samples in one row, and of the second of them alone."""
 BRANCHES = [0, 1, 2, 3, 4, 3, 4, 5], [0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 2, 5, 6, 7]
@@ -57,9 +60,7 @@ class PolicyModel:
     It also proves that two completions behind one prompt do; where they do not, `prompt_sharing` is None.
     """
 
-    def __init__(
-        self, path: Path, *, config: ModelConfig, device: torch.device, dtype: torch.dtype | None = None, media_apart: bool = False
-    ) -> None:
+    def __init__(self, path: Path, *, config: ModelConfig, device: torch.device, dtype: torch.dtype | None = None, media_apart: bool = False) -> None:
         """Load from a folder; nothing is fetched.
 
         Args:
@@ -67,7 +68,7 @@ class PolicyModel:
             config: The attention implementation, and the dtype unless another is given.
             device: Where the weights go.
             dtype: Of the weights, for proofs in float64.
-            media_apart: Let each piece of media be looked at by itself, for the same bits whatever it stands beside.
+            media_apart: Let each piece of media be looked at by itself, at a shape that depends on nothing beside it.
         Raises:
             ConfigError: The folder is missing or holds no causal language model, its logits are more than a linear head, or its routing can't be
                 replayed where it is to be.
@@ -116,11 +117,13 @@ class PolicyModel:
             hidden = torch.nn.functional.pad(hidden, (0, 0, 0, missing))
             targets, temperatures = (torch.nn.functional.pad(values, (0, missing), value=1) for values in (targets, temperatures))
             wanted = torch.nn.functional.pad(wanted, (0, 0, 0, missing))
-            whole = self._head_logprobs(hidden, targets, temperatures, wanted, entropy_gradient, num_best)
+            whole = self._head_logprobs(self._head, hidden, targets, temperatures, wanted, entropy_gradient, num_best)
             return TokenLogprobs(*(values[:num_tokens] for values in whole))
         pieces = zip(*(values.split(chunk) for values in (hidden, targets, temperatures, wanted)), strict=True)
+        head = ChunkedHead(self._head)
         parts = [
-            checkpoint(self._head_logprobs, *piece, entropy_gradient, num_best, use_reentrant=False, preserve_rng_state=False) for piece in pieces
+            checkpoint(self._head_logprobs, head, *piece, entropy_gradient, num_best, use_reentrant=False, preserve_rng_state=False)
+            for piece in pieces
         ]
         return TokenLogprobs(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
@@ -154,6 +157,7 @@ class PolicyModel:
 
     def _head_logprobs(
         self,
+        head: Callable[[Tensor], Tensor],
         hidden: Float[Tensor, "tokens hidden"],
         targets: Int[Tensor, " tokens"],
         temperatures: Float[Tensor, " tokens"],
@@ -161,7 +165,7 @@ class PolicyModel:
         entropy_gradient: bool,
         num_best: int,
     ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"], Int[Tensor, "tokens ids"], Float[Tensor, "tokens ids"]]:
-        logits = self._head(hidden)
+        logits = head(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]
         logprobs = logits.log_softmax(-1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
@@ -188,10 +192,9 @@ class PolicyModel:
 
     @torch.no_grad()
     def _keeps_neighbours_apart(self) -> bool:
-        together, alone = (probe(positions, vocab_size=self.vocab_size, device=self.device) for positions in NEIGHBOURS)
-        together = self._head(self._hidden(*together))[0, 5:].log_softmax(-1)
-        alone = self._head(self._hidden(*alone))[0].log_softmax(-1)
-        return bool((together - alone).abs().max() < ISOLATION_TOLERANCE[self.dtype])
+        together, alone = (self._probed(positions) for positions in NEIGHBOURS)
+        num_alone = len(alone)
+        return is_apart("rows", apart=alone, tried=together[-num_alone:], leaking=self._probed(range(len(together)))[-num_alone:])
 
     @torch.no_grad()
     def _keeps_branches_apart(self) -> bool:
@@ -199,10 +202,19 @@ class PolicyModel:
             return False
         positions, branches, alone = BRANCHES
         ids, position_ids = probe(positions, vocab_size=self.vocab_size, device=self.device)
-        sight = self._sight(np.zeros((1, len(branches)), np.int64), np.array([branches]))
-        whole = self._head(self._hidden(ids, position_ids, sight))[0, alone].log_softmax(-1)
-        apart = self._head(self._hidden(ids[:, alone], position_ids[:, alone]))[0].log_softmax(-1)
-        return bool((whole - apart).abs().max() < ISOLATION_TOLERANCE[self.dtype])
+        tried, leaking = (
+            self._probed_logprobs(ids, position_ids, self._sight(np.zeros((1, len(branches)), np.int64), np.array([seen])))[alone]
+            for seen in (branches, [0] * len(branches))
+        )
+        return is_apart("prompts", apart=self._probed_logprobs(ids[:, alone], position_ids[:, alone]), tried=tried, leaking=leaking)
+
+    def _probed(self, positions: Sequence[int]) -> Float[Tensor, "tokens vocabulary"]:
+        return self._probed_logprobs(*probe(list(positions), vocab_size=self.vocab_size, device=self.device))
+
+    def _probed_logprobs(self, ids: Tensor, position_ids: Tensor, sight: Tensor | None = None) -> Float[Tensor, "tokens vocabulary"]:
+        """Run one row; the log-probabilities are taken in at least float32, whose steps are far finer than those of bfloat16 logits."""
+        logits: Tensor = self._head(self._hidden(ids, position_ids, sight))[0]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
     def _cell_cost(self) -> float:
         """Count multiplications: of a pair of tokens in all layers' attention, beside those of a token in all layers' matrices."""
@@ -210,6 +222,21 @@ class PolicyModel:
         head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         num_weights = sum(parameter.numel() for parameter in base.parameters()) - self.module.get_input_embeddings().get_parameter("weight").numel()
         return float(2 * config.num_hidden_layers * config.num_attention_heads * head_width / num_weights)
+
+
+def is_apart(shared: str, *, apart: Tensor, tried: Tensor, leaking: Tensor) -> bool:
+    """Tell whether what a layout changes is rounding, beside what a leak would change; the log says both.
+
+    Args:
+        shared: What samples share in the layout, for the log.
+        apart: What the model gives for a sample alone, in at least float32.
+        tried: The same in the layout.
+        leaking: The same where the sample sees its neighbours.
+    """
+    difference, leak = (float((values - apart).square().mean().sqrt()) for values in (tried, leaking))
+    found = difference < MAX_LEAK_RATIO * leak
+    log.info("packing.probed", shared=shared, is_apart=found, difference=difference, difference_of_a_leak=leak)
+    return found
 
 
 def probe(positions: list[int], *, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:

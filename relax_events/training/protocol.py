@@ -166,6 +166,9 @@ class Critic(TokenScorer, Protocol):
             RunFailed: The step holds no loss token; likewise.
         """
 
+    def skip_step(self) -> None:
+        """Drop what was accumulated and count up `policy_version`: weights and optimizer stay as they are."""
+
     def state(self) -> TrainerState:
         """Show the state of weights and optimizer. The tensors are live: copy them before the next step."""
 
@@ -180,7 +183,7 @@ class Critic(TokenScorer, Protocol):
 class TrainerBackend(Protocol):
     """Trains the policy. Takes samples, not tensors, so that a backend lays them out for its own parallelism.
 
-    `accumulate` is local to a rank, may be called any number of times (also zero) between two steps, and the result of a step depends
+    `accumulate` and `discard` are local to a rank, may be called any number of times (also zero) between two steps, and the result of a step depends
     neither on how samples were cut into micro-batches nor on which rank had them. All other methods are collective: every rank calls them
     at the same point.
     """
@@ -204,6 +207,9 @@ class TrainerBackend(Protocol):
             PoisonSample: A sample can't be trained on; nothing was added, and the rest of the step is unharmed.
         """
 
+    def discard(self) -> None:
+        """Drop what was accumulated since the last step. Local to a rank, as `accumulate` is."""
+
     def step(self) -> StepFigures:
         """Reduce over ranks, normalise over the whole step, clip, update the weights, and count up `policy_version`.
 
@@ -212,6 +218,9 @@ class TrainerBackend(Protocol):
             RunFailed: The step holds no loss token. Both are raised on every rank, before the update: the weights are
                 the old ones, and what was accumulated is dropped.
         """
+
+    def skip_step(self) -> None:
+        """Drop what was accumulated and count up `policy_version`: weights and optimizer stay as they are. Every rank does so, or none."""
 
     def weights(self) -> dict[str, Tensor]:
         """Snapshot the full weights on the CPU, in Hugging Face names and the model's dtype; later steps don't change it."""

@@ -18,15 +18,17 @@ import structlog
 
 from relax_events.broker.consumer import LogReader
 from relax_events.events.parts import CheckpointRef, ObjectRef
-from relax_events.events.types import PromptGroupEnded, TrainStepCommitted
+from relax_events.events.types import PolicyVersionPublished, PromptGroupEnded, TrainStepCommitted
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.failpoints import failpoint
 from relax_events.pipeline.worker import Worker
 from relax_events.telemetry.traces import Work
 from relax_events.training.checkpoints import Checkpoints
 from relax_events.training.commit import StepCommitter
+from relax_events.training.history import TrainingHistory
 from relax_events.training.step_record import StepShare
 from relax_events.weights.artifacts import delete_weights, stored_versions
+from relax_events.weights.keeping import BestVersions, num_newest, unwanted_versions
 from relax_events.weights.opening import open_sending
 
 if TYPE_CHECKING:
@@ -35,18 +37,14 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
-def newest_beside(oldest_wanted: int, *, full_every: int) -> int:
-    """Return the newest version that can go while one is wanted: it is read on top of the last one that was written whole."""
-    return oldest_wanted - oldest_wanted % full_every - 1
-
-
 @dataclass(frozen=True, slots=True)
 class TrainedStep:
     """A step that is trained, as its record will tell it."""
 
     train_step: int
     shares: Sequence[StepShare]
-    figures: Mapping[str, float]
+    figures: Mapping[str, float] | None
+    """None where the update was skipped."""
     phase_seconds: Mapping[str, float]
     checkpoint: CheckpointRef | None
     began_ns: int
@@ -65,6 +63,9 @@ class StepPublisher:
         self._written: Future[tuple[ObjectRef, bytes]] = Future()
         self._trained: TrainedStep | None = None
         self._pruned_to: CheckpointRef | None = None
+        self.best = BestVersions(worker.config.weights.keep_best)
+        for event in worker.control.history:
+            self.best.note(event)
         self._write_began_ns = 0
 
     @property
@@ -77,10 +78,25 @@ class StepPublisher:
         """Whether the weights of the step at hand are."""
         return self._written.done()
 
+    def take_up(self, history: TrainingHistory) -> None:
+        """Go on with the run's counts where the log says."""
+        self._committer.take_up(history)
+
     def publish_initial(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> None:
         """Publish the version that the run begins with."""
         artifact, _ = self._transport.publish(tensors, policy_version=policy_version)
         self._committer.publish_initial(artifact, policy_version=policy_version)
+
+    def restore_newest(self, published: PolicyVersionPublished, tensors: Mapping[str, Tensor]) -> None:
+        """Write the newest version again, whose artifact is lost: engines and scorers that start now need it.
+
+        Objects are named by content, so the same weights bring back the artifact that the log names.
+
+        Raises:
+            StoreUnavailable: The store does not answer.
+        """
+        artifact, _ = self._transport.publish(tensors, policy_version=published.policy_version)
+        log.warning("weights.restored", policy_version=published.policy_version, is_same=artifact == published.artifact)
 
     def write(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> None:
         """Write a version, which is a snapshot: nobody may change it. With `weights.overlap` this only begins.
@@ -148,27 +164,35 @@ class StepPublisher:
         self._committer.commit_outcomes(ended, train_step=train_step)
 
     def forget_unwanted(self, policy_version: int) -> None:
-        """Delete all weights that no engine can want: a crash between a commit and its clean-up leaves some here."""
-        unwanted = self._newest_unwanted(policy_version)
-        delete_weights(self._store, *(old for old in stored_versions(self._store) if 0 < old <= unwanted))
+        """Delete all weights that nobody can want, those that a crash between a commit and its clean-up left too."""
+        weights = self._worker.config.weights
+        unwanted = unwanted_versions(
+            stored_versions(self._store),
+            newest=policy_version,
+            num_newest=num_newest(self._worker.config, num_slots=self._worker.plan.num_slots),
+            every=weights.keep_every,
+            full_every=weights.full_every,
+            best=self.best.versions(),
+        )
+        delete_weights(self._store, *unwanted)
 
     def _report(self, step: TrainStepCommitted) -> None:
         self._worker.beats.policy_version = step.policy_version
         figures: dict[str, Any] = {name: round(value, 6) for name, value in step.figures.items()}
-        log.info("train_step.committed", train_step=step.train_step, staleness_counts=step.staleness_counts, **figures)
+        log.info(
+            "train_step.committed",
+            train_step=step.train_step,
+            staleness_counts=step.staleness_counts,
+            update_skipped=step.update_skipped,
+            **figures,
+        )
 
     def _forget_old(self, step: TrainStepCommitted) -> None:
-        """Delete what the step just committed made superfluous: weights that no engine can want, checkpoints but the newest."""
-        newest, before = self._newest_unwanted(step.policy_version), self._newest_unwanted(step.policy_version - 1)
-        delete_weights(self._store, *range(max(before, 0) + 1, newest + 1))
+        """Delete what the step just committed made superfluous: weights that nobody can want, checkpoints but the newest."""
+        self.forget_unwanted(step.policy_version)
         if step.checkpoint is not None and step.checkpoint != self._pruned_to:
             self._pruned_to = step.checkpoint
             self._checkpoints.prune(step.checkpoint)
-
-    def _newest_unwanted(self, version: int) -> int:
-        """Return the newest version that nobody wants, nor the changes that others made to it."""
-        oldest_wanted = version - max(2 * self._worker.plan.num_slots, self._worker.config.run.retain_versions) + 1
-        return newest_beside(oldest_wanted, full_every=self._worker.config.weights.full_every)
 
     def close(self) -> None:
         """Leave nothing open; what is not committed by now will be trained again."""

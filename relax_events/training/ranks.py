@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -11,11 +13,18 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from torch import Tensor
 
+LISTENER = "RELAX_RENDEZVOUS_FD"
+"""Names, in rank 0's environment, a socket that listens on MASTER_PORT. The supervisor binds it, so that no other process can take the port."""
+
+
+Around = Callable[[], AbstractContextManager[None]]
+"""Entered around every collective, which may wait for the others for long."""
+
 
 class Ranks(Protocol):
     """The processes that train one model together.
 
-    Every method is collective: all ranks call it at the same point, and it returns on each once all have called, or raises RunFailed at the
+    Every method is collective: all ranks call it at the same point, and it returns on each once all have called, or raises RankLost at the
     deadline given when the ranks were opened. Nothing is pickled.
     """
 
@@ -34,6 +43,9 @@ class Ranks(Protocol):
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over ranks, in place."""
+
+    def enter_around(self, around: Around) -> None:
+        """Enter this around every collective from now on. Not collective."""
 
     def close(self) -> None:
         """Leave the group. Not collective; a second call does nothing."""
@@ -70,6 +82,9 @@ class SingleRank:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Leave the tensor as it is."""
+
+    def enter_around(self, around: Around) -> None:
+        """Do nothing: nobody is waited for."""
 
     def close(self) -> None:
         """Do nothing."""

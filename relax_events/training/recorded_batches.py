@@ -6,7 +6,7 @@ a sample is; a prompt group lies in one partition, so it is never torn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,9 @@ from relax_events.pipeline.worker import Worker
 from relax_events.training.assembly import PlacedSample
 from relax_events.training.ranks import Ranks
 
+MAX_STEPS_AT_ONCE = 16
+MAX_BYTES_AT_ONCE = 1 << 30
+"""Of encoded records that are read ahead, unless a step alone has more."""
 Decode = Callable[[Record], Event]
 Judge = Callable[[list[PlacedSample]], list[PlacedSample]]
 
@@ -58,19 +61,23 @@ class RecordedBatches:
         self._decode: Decode = decode or (lambda record: worker.fetched(worker.codec.decode(record.value)))
         self._judge: Judge = judge or (lambda samples: samples)
 
-    def read(self, reader: LogReader, steps: Sequence[TrainStepCommitted]) -> list[RecordedBatch]:
-        """Return this rank's share of each step.
+    def read(self, reader: LogReader, steps: Sequence[TrainStepCommitted]) -> Iterator[RecordedBatch]:
+        """Give this rank's share of each step. Records are read ahead within a bound of bytes, and decoded step by step.
 
         Raises:
             BrokerError: A record was purged; the text names it.
             RunFailed: A record is not what was trained.
         """
-        shares = [self._share_of(step) for step in steps]
-        records = reader.read_exactly(self._topic, {item.place for share in shares for item in share})
-        return [
-            RecordedBatch(step, self._judge([self._placed(records[item.place], item) for item in share]), [item.micro_batch for item in share])
-            for step, share in zip(steps, shares, strict=True)
-        ]
+        begin, num_steps = 0, 1  # the first step shows how many bytes a step has
+        while begin < len(steps):
+            shares = [(step, self._share_of(step)) for step in steps[begin : begin + num_steps]]
+            records = reader.read_exactly(self._topic, {item.place for _, share in shares for item in share})
+            begin += len(shares)
+            num_bytes = sum(len(record.value) for record in records.values()) // len(shares)
+            num_steps = min(max(1, MAX_BYTES_AT_ONCE // max(1, num_bytes)), MAX_STEPS_AT_ONCE)
+            for step, share in shares:
+                samples = [self._placed(records.pop(item.place), item) for item in share]
+                yield RecordedBatch(step, self._judge(samples), [item.micro_batch for item in share])
 
     def _share_of(self, step: TrainStepCommitted) -> list[RecordedSample]:
         ranks = np.asarray(step.ranks).tolist()

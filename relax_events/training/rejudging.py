@@ -14,6 +14,7 @@ from relax_events.broker.consumer import LogReader
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import ConfigError, CorruptRecord, RewardError, SchemaError
 from relax_events.events.codec import EventCodec
+from relax_events.events.generations import TrajectoryKey, trajectory_of
 from relax_events.events.tensors import dense
 from relax_events.events.types import SampleReady, SampleScored
 from relax_events.training.assembly import PlacedSample
@@ -60,11 +61,13 @@ class Rejudging:
     Args:
         algorithm: Says how.
         max_new_tokens: Longest possible completion.
-        rewards: By sample id, in place of the recorded ones; None keeps those. They come without components.
+        rewards: By trajectory, in place of the recorded ones; None keeps those. They come without components.
         scores: What these rewards are called, for errors.
     """
 
-    def __init__(self, algorithm: AlgorithmConfig, *, max_new_tokens: int, rewards: Mapping[str, float] | None = None, scores: str = "") -> None:
+    def __init__(
+        self, algorithm: AlgorithmConfig, *, max_new_tokens: int, rewards: Mapping[TrajectoryKey, float] | None = None, scores: str = ""
+    ) -> None:
         self._algorithm, self._rewards, self._scores = algorithm, rewards, scores
         self._judge = Judge(algorithm, max_new_tokens=max_new_tokens)
 
@@ -111,20 +114,20 @@ class Rejudging:
     def _reward(self, sample: SampleReady) -> float:
         if self._rewards is None:
             return sample.reward
-        if (reward := self._rewards.get(sample.sample_id)) is None:
+        if (reward := self._rewards.get(trajectory_of(sample))) is None:
             remedy = "finish the rescoring with relax rescore, or choose versions that it covers"
             raise ConfigError(f"sample {sample.sample_id} has no reward under source.scores = {self._scores!r}; {remedy}")
         return reward
 
 
-def read_rewards(reader: LogReader, topic: str, *, num_partitions: int, codec: EventCodec) -> dict[str, float]:
-    """Return the rewards on a topic of scores by sample id; samples whose scoring failed are left out. Of two the later counts."""
-    rewards: dict[str, float] = {}
+def read_rewards(reader: LogReader, topic: str, *, num_partitions: int, codec: EventCodec) -> dict[TrajectoryKey, float]:
+    """Return the rewards on a topic of scores by trajectory; samples whose scoring failed are left out. Of two the later counts."""
+    rewards: dict[TrajectoryKey, float] = {}
     for record in reader.stream({(topic, number): reader.watermarks(topic, number) for number in range(num_partitions)}):
         try:
             event = codec.decode(record.value)
         except (CorruptRecord, SchemaError) as error:
             raise ConfigError(f"{record.place} can't be read as a score: {error}; rescore under another name") from error
         if isinstance(event, SampleScored) and event.reward is not None:
-            rewards[event.sample_id] = event.reward
+            rewards[trajectory_of(event)] = event.reward
     return rewards

@@ -1,7 +1,7 @@
 """Recovery by replay: the recorded batches are read back from the log and trained again, in the recorded order.
 
 No rollout is generated twice, and the other roles go on meanwhile. On the CPU the weights come out bit for bit as they
-were published, which each step's recorded digest proves.
+were published, which each step's recorded digest proves. A step whose update was skipped is skipped again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from relax_events.training.recorded_batches import RecordedBatch, RecordedBatche
 from relax_events.weights.artifacts import weights_digest
 
 log = structlog.get_logger()
-STEPS_AT_ONCE = 16
 
 
 class Replay:
@@ -44,12 +43,15 @@ class Replay:
         started = time.monotonic()
         reader = LogReader(self._worker.connection)
         try:
-            for start in range(0, len(steps), STEPS_AT_ONCE):
-                for batch in self._batches.read(reader, steps[start : start + STEPS_AT_ONCE]):
-                    self._train(batch)
+            batches = self._batches.read(reader, steps)
+            for _ in steps:
+                with self._worker.piece("read a recorded batch"):
+                    batch = next(batches)
+                self._train(batch)
         finally:
             reader.close()
-        same = weights_digest(self._backend.weights()) == steps[-1].weights_digest
+        with self._worker.transfer("check the replayed weights"):
+            same = weights_digest(self._backend.weights()) == steps[-1].weights_digest
         log.info(
             "train_steps.replayed",
             num_steps=len(steps),
@@ -62,9 +64,17 @@ class Replay:
     def _train(self, batch: RecordedBatch) -> None:
         if batch.step.train_step != self._backend.policy_version:
             raise RunFailed(f"the log goes from version {self._backend.policy_version} to step {batch.step.train_step}; the control log has a gap")
-        for _, members in groupby(zip(batch.samples, batch.micro_batches, strict=True), key=lambda pair: pair[1]):
-            self._backend.accumulate([placed.sample for placed, _ in members])
-        self._backend.step()
-        self._worker.beats.advance()
+        if batch.step.update_skipped:
+            self._backend.skip_step()
+        else:
+            self._update(batch)
         failpoint("trainer.replaying")
         self._worker.tick(working=True)
+
+    def _update(self, batch: RecordedBatch) -> None:
+        for _, members in groupby(zip(batch.samples, batch.micro_batches, strict=True), key=lambda pair: pair[1]):
+            with self._worker.piece("replay a micro-batch"):
+                self._backend.accumulate([placed.sample for placed, _ in members])
+            self._worker.progressed()
+        with self._worker.piece("replay an optimizer step"):
+            self._backend.step()

@@ -39,8 +39,8 @@ NO_IDS = np.zeros((0, 0), np.int64)
 class LogprobScorer:
     """Scores samples with the model code that the trainer uses.
 
-    On one CPU thread a sample's scores are the same bits whatever is scored beside it, so that a run does not depend on how
-    its records happened to be fetched.
+    A sample is scored in a row of its own, padded by its own length alone, so what else was fetched with it changes its scores by rounding
+    at most. With `max_tokens = 1` it is scored alone, and repeated scoring gives the same bits.
     """
 
     def __init__(self, model_path: Path, *, model: ModelConfig, threads: int, max_tokens: int, library: MediaLibrary | None = None) -> None:
@@ -116,7 +116,7 @@ class LogprobScorer:
 def score_apart(
     samples: Sequence[TokenSequence], *, max_tokens: int, vocab_size: int, evaluate: Callable[[PackedBatch, Sequence[TokenSequence]], Tensor]
 ) -> list[NDArray[np.float32]]:
-    """Evaluate the loss tokens of samples, each in a row of its own among rows of one padded length: its bits depend on nothing but itself.
+    """Evaluate the loss tokens of samples, each in a row of its own among rows of one padded length: others change its figures by rounding at most.
 
     Args:
         samples: In any number.

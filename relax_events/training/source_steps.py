@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 import structlog
 
@@ -11,17 +12,17 @@ from relax_events.broker.records import Record
 from relax_events.config import RunConfig
 from relax_events.errors import BrokerError, BrokerUnavailable, ConfigError, CorruptRecord, SchemaError
 from relax_events.events.codec import UnknownFingerprint
+from relax_events.events.generations import TrajectoryKey
 from relax_events.events.types import Event, TrainStepCommitted
 from relax_events.objects import ObjectStore
 from relax_events.objects.claim_check import check_out
 from relax_events.pipeline.source_run import SourceRun
 from relax_events.pipeline.worker import Worker
 from relax_events.training.ranks import Ranks
-from relax_events.training.recorded_batches import Decode, RecordedBatch, RecordedBatches
+from relax_events.training.recorded_batches import MAX_STEPS_AT_ONCE, Decode, RecordedBatch, RecordedBatches
 from relax_events.training.rejudging import Rejudging, needs_advantages, read_rewards, require_teacher_of
 
 log = structlog.get_logger()
-STEPS_AT_ONCE = 16
 
 
 class SourceDecoder:
@@ -29,7 +30,7 @@ class SourceDecoder:
 
     def __init__(self, source: SourceRun) -> None:
         self._source, self._codec = source, source.codec()
-        self._store = ObjectStore.open(source.config.objects_uri, moved_from=source.config.objects.moved_from)
+        self._store = ObjectStore.open(source.objects_uri, moved_from=source.config.objects.moved_from)
 
     def event(self, record: Record) -> Event:
         """Return a record's event; a schema that is new to us is looked for once on the source's log."""
@@ -69,12 +70,14 @@ def require_alike(source: RunConfig, config: RunConfig) -> None:
         ConfigError: The text names both.
     """
     recorded, wanted = source.algorithm, config.algorithm
+    if recorded.is_unread:
+        return
     if (recorded.learns_from, wanted.learns_from) != ("rewards", "answers") and recorded.learns_from != wanted.learns_from:
         why = f"algorithm {wanted.name} learns from {wanted.learns_from}, and run {source.run.id} recorded {recorded.learns_from}"
         raise ConfigError(f"the rollouts can't be replayed: {why}; set algorithm.name to {recorded.name}")
 
 
-def _rewards(worker: Worker, source: SourceRun) -> dict[str, float]:
+def _rewards(worker: Worker, source: SourceRun) -> dict[TrajectoryKey, float]:
     scores, run_id = worker.config.source.scores, source.config.run.id
     topic = worker.plan.topic(f"reward.scores.{scores}")
     reader = LogReader(worker.connection)
@@ -101,6 +104,7 @@ class SourceSteps:
         *,
         first: int,
         last: int,
+        begin: int = 0,
         decode: Decode | None = None,
         remedy: str = "set source.from_version",
     ) -> None:
@@ -111,6 +115,7 @@ class SourceSteps:
             batches: Reads their samples.
             first: The train step to begin with.
             last: Steps from here on are left out.
+            begin: An offset of control.train-steps that does not lie behind the first step's.
             decode: Turns a record of the control log into its event; by default with what the source's writers told the log.
             remedy: For a step whose records are gone.
         """
@@ -118,10 +123,11 @@ class SourceSteps:
         self._run_id, self._batches = source.config.run.id, batches
         self._next, self._last = first, last
         self._decode: Decode = decode or SourceDecoder(source).event
-        self._control = LogReader(source.connection, start={(source.plan.topic("control.train-steps"), 0): 0})
+        self._control = LogReader(source.connection, start={(source.plan.topic("control.train-steps"), 0): begin})
         self._samples = LogReader(source.connection)
         self._steps: deque[TrainStepCommitted] = deque()
-        self._ready: deque[RecordedBatch] = deque()
+        self._batches_of: Iterator[RecordedBatch] = iter(())
+        self._num_opened = 0
 
     def has_next(self, *, timeout_seconds: float) -> bool:
         """Wait for the next step to be there.
@@ -129,10 +135,10 @@ class SourceSteps:
         Raises:
             ConfigError: The source's control log has a gap.
         """
-        if not self._ready and not self._steps:
-            for record in self._control.fetch(STEPS_AT_ONCE, timeout_seconds=timeout_seconds):
+        if not self._num_opened and not self._steps:
+            for record in self._control.fetch(MAX_STEPS_AT_ONCE, timeout_seconds=timeout_seconds):
                 self._note(record)
-        return bool(self._ready or self._steps)
+        return bool(self._num_opened or self._steps)
 
     def take(self) -> RecordedBatch:
         """Return this rank's share of the next step, which is there.
@@ -141,16 +147,20 @@ class SourceSteps:
             ConfigError: Its records were purged; the text names the first one.
             RunFailed: A record is not what was trained.
         """
-        if not self._ready:
-            steps = [self._steps.popleft() for _ in range(min(STEPS_AT_ONCE, len(self._steps)))]
-            try:
-                self._ready.extend(self._batches.read(self._samples, steps))
-            except BrokerUnavailable:
-                raise
-            except BrokerError as error:
-                remedy = f"relax runs show {self._run_id} tells which steps are left; {self._remedy}"
-                raise ConfigError(f"steps from {steps[0].train_step} of run {self._run_id} can't be trained again: {error}; {remedy}") from error
-        return self._ready.popleft()
+        if not self._num_opened:
+            steps = list(self._steps)
+            self._batches_of, self._num_opened = self._batches.read(self._samples, steps), len(steps)
+            self._steps.clear()
+        first = self._next - len(self._steps) - self._num_opened
+        try:
+            batch = next(self._batches_of)
+        except BrokerUnavailable:
+            raise
+        except BrokerError as error:
+            remedy = f"relax runs show {self._run_id} tells which steps are left; {self._remedy}"
+            raise ConfigError(f"steps from {first} of run {self._run_id} can't be trained again: {error}; {remedy}") from error
+        self._num_opened -= 1
+        return batch
 
     def _note(self, record: Record) -> None:
         try:

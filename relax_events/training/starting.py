@@ -36,7 +36,7 @@ def read_start(source: SourceRun, version: int, *, ranks: Ranks) -> StartState |
     """
     if version == 0 and not source.config.source.run:
         return None
-    store = ObjectStore.open(source.config.objects_uri, moved_from=source.config.objects.moved_from)
+    store = ObjectStore.open(source.objects_uri, moved_from=source.config.objects.moved_from)
     named = (step.checkpoint for step in source.steps() if step.checkpoint is not None)
     reference = next((reference for reference in named if reference.policy_version == version), None)
     if reference is not None:

@@ -46,6 +46,16 @@ class StepShare:
             self.completion_lengths.append(len(sample.tokens) - sample.num_prompt_tokens)
         self.num_micro_batches += 1
 
+    def take_micro_batches(self) -> list[list[str]]:
+        """Return the sample ids of each trained micro-batch, and forget that they were trained."""
+        trained: list[list[str]] = [[] for _ in range(self.num_micro_batches)]
+        for sample_id, index in zip(self.sample_ids, self.micro_batches, strict=True):
+            trained[index].append(sample_id)
+        for column in (self.sample_ids, self.partitions, self.offsets, self.micro_batches, self.staleness, self.rewards, self.completion_lengths):
+            column.clear()
+        self.num_micro_batches = 0
+        return trained
+
     def to_bytes(self) -> bytes:
         """Serialise for the other ranks."""
         return orjson.dumps(self)

@@ -131,6 +131,5 @@ def _fail(broken: MicroBatchSums | None, *, ranks: Ranks, step: int) -> None:
     texts = [other.decode() for other in ranks.all_gather_bytes(text.encode()) if other]
     raise StepNotFinite(
         f"train step {step}: loss and gradients must be finite; {'; '.join(texts)}. The weights are those before the step; "
-        "lower trainer.learning_rate or look at these samples' log-probabilities and advantages",
-        train_step=step,
+        "lower trainer.learning_rate or look at these samples' log-probabilities and advantages"
     )

@@ -21,6 +21,7 @@ from relax_events.models.causal_lm import choose_device
 from relax_events.models.families import freeze
 from relax_events.training.flat_parameters import FlatParameters
 from relax_events.training.loss_batch import LossBatch
+from relax_events.training.packing import cut_by_cells
 from relax_events.training.policy_model import PolicyModel
 from relax_events.training.protocol import Critic, Scorer, StepFigures, TrainerState
 from relax_events.training.ranks import Ranks
@@ -68,18 +69,31 @@ class TorchBackend:
 
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Run forward and backward on a micro-batch; see `TrainerBackend`. Where the algorithm needs the whole step, that waits for `step`."""
+        # All parts are laid out before the first is trained: a sample that can't be trained on is found while nothing was added.
+        for loss_batch in [self._laid_out(part) for part in self._parts(micro_batch)]:
+            if not len(loss_batch.batch.targets):
+                continue
+            if self._config.algorithm.needs_whole_step:
+                self._held.append(loss_batch)
+            else:
+                self._train(loss_batch)
+
+    def _parts(self, micro_batch: Sequence[SampleReady]) -> Sequence[Sequence[SampleReady]]:
+        """Cut a micro-batch by its token budget once more where each sample has a row as long as the longest."""
+        if self._model.shares_rows:
+            return [micro_batch]
+        max_cells, whole = self._config.trainer.max_tokens_per_micro_batch, self._config.algorithm.needs_whole_groups
+        return cut_by_cells(micro_batch, max_cells=max_cells, whole_prompt_groups=whole)
+
+    def _laid_out(self, samples: Sequence[SampleReady]) -> LossBatch:
         algorithm, model = self._config.algorithm, self._model
         sharing = model.prompt_sharing if self._config.trainer.share_prompts else None
         loss_batch = LossBatch.of(
-            micro_batch, algorithm=algorithm, vocab_size=model.vocab_size, share_rows=model.shares_rows, sharing=sharing, experts=model.experts
+            samples, algorithm=algorithm, vocab_size=model.vocab_size, share_rows=model.shares_rows, sharing=sharing, experts=model.experts
         )
         if not len(loss_batch.batch.targets):
-            return
-        loss_batch = replace(loss_batch, batch=self._media.added(loss_batch.batch, micro_batch))
-        if algorithm.needs_whole_step:
-            self._held.append(loss_batch)
-        else:
-            self._train(loss_batch)
+            return loss_batch
+        return replace(loss_batch, batch=self._media.added(loss_batch.batch, samples))
 
     def _train_held(self) -> None:
         """Train the micro-batches that waited for their step to be whole; collective."""
@@ -128,7 +142,7 @@ class TorchBackend:
             totals, mismatch_max, own = gather_totals(self._micro_batches, ranks=self._ranks, step=self.policy_version, figures=figures)
             grad_norm = self._reduced_grad_norm(totals)
         except RunFailed:
-            self._drop_accumulated()
+            self.discard()
             raise
         learning_rate = policy_learning_rate(self._config, step=self.policy_version)
         self._flat.update(learning_rate=learning_rate, gradient_scale=min(1.0, self._config.trainer.max_grad_norm / (grad_norm + 1e-6)))
@@ -145,14 +159,19 @@ class TorchBackend:
         if not math.isfinite(grad_norm):
             raise StepNotFinite(
                 f"train step {self.policy_version}: the gradient's norm must be finite, got {grad_norm} over all ranks; "
-                "the weights are those before the step; lower trainer.learning_rate",
-                train_step=self.policy_version,
+                "the weights are those before the step; lower trainer.learning_rate"
             )
         return grad_norm
 
-    def _drop_accumulated(self) -> None:
+    def discard(self) -> None:
+        """Drop what was accumulated; see `TrainerBackend`."""
         self._micro_batches, self._held = [], []
         self._flat.zero_gradients()
+
+    def skip_step(self) -> None:
+        """Count up without an update; see `TrainerBackend`."""
+        self.discard()
+        self.policy_version += 1
 
     def weights(self) -> dict[str, Tensor]:
         """Snapshot the weights on the CPU, tied tensors once; see `TrainerBackend`."""

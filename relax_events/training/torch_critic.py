@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,13 +18,21 @@ from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
 from relax_events.models.causal_lm import choose_device
 from relax_events.training.flat_parameters import FlatParameters
-from relax_events.training.packing import PackedBatch, loss_values, pack
+from relax_events.training.packing import PackedBatch, cut_by_cells, loss_values, pack
 from relax_events.training.protocol import TrainerState, ValueFigures
 from relax_events.training.sample_media import SampleMedia
 from relax_events.training.scoring import score_apart
 from relax_events.training.token_sequence import TokenSequence
 from relax_events.training.torch_backend import make_deterministic, scheduled_learning_rate
 from relax_events.training.value_model import ValueModel
+
+
+@dataclass(frozen=True, slots=True)
+class _LaidOut:
+    batch: PackedBatch
+    advantages: NDArray[np.float64]
+    old: NDArray[np.float64]
+    """The values that were recorded of its loss tokens."""
 
 
 class TorchCritic:
@@ -53,12 +62,21 @@ class TorchCritic:
 
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Run forward and backward on a micro-batch; see `Critic`."""
-        model = self._model
-        batch = self._media.added(pack(micro_batch, vocab_size=model.vocab_size, share_rows=model.shares_rows), micro_batch)
-        advantages, old = (loss_values(micro_batch, field).astype(np.float64) for field in ("advantages", "values"))
-        if not len(old):
-            return
-        values = model.token_values(batch)
+        max_cells = self._trainer.max_tokens_per_micro_batch
+        parts = [micro_batch] if self._model.shares_rows else cut_by_cells(micro_batch, max_cells=max_cells)
+        # All parts are laid out before the first is trained: a sample that can't be learned from is found while nothing was added.
+        for laid_out in [self._laid_out(part) for part in parts]:
+            if len(laid_out.old):
+                self._train(laid_out)
+
+    def _laid_out(self, samples: Sequence[SampleReady]) -> _LaidOut:
+        batch = pack(samples, vocab_size=self._model.vocab_size, share_rows=self._model.shares_rows)
+        advantages, old = (loss_values(samples, field).astype(np.float64) for field in ("advantages", "values"))
+        return _LaidOut(self._media.added(batch, samples), advantages, old)
+
+    def _train(self, laid_out: _LaidOut) -> None:
+        advantages, old = laid_out.advantages, laid_out.old
+        values = self._model.token_values(laid_out.batch)
         old_values, returns = (torch.from_numpy(array).to(values) for array in (old, advantages + old))
         losses = value_losses(values, old_values=old_values, returns=returns, value_clip=self._value_clip)
         losses.losses.sum().backward()
@@ -78,8 +96,7 @@ class TorchCritic:
             self._flat.zero_gradients()
             raise StepNotFinite(
                 f"train step {step}: the critic's loss and gradient must be finite, got {loss} and {grad_norm}; its weights are those "
-                "before the step; lower critic.learning_rate or look at the step's rewards and values",
-                train_step=step,
+                "before the step; lower critic.learning_rate or look at the step's rewards and values"
             )
         learning_rate = scheduled_learning_rate(self._trainer, step=step, num_steps=self._num_steps)
         self._flat.update(learning_rate=learning_rate, gradient_scale=min(1.0, self._trainer.max_grad_norm / (grad_norm + 1e-6)))
@@ -94,8 +111,14 @@ class TorchCritic:
             value_learning_rate=learning_rate,
         )
 
+    def skip_step(self) -> None:
+        """Count up without an update; see `Critic`."""
+        self._sums, self._targets = [], []
+        self._flat.zero_gradients()
+        self.policy_version += 1
+
     def score(self, samples: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
-        """Give the value at every loss token; see `Critic`. On one CPU thread the same bits whatever is scored beside a sample."""
+        """Give the value at every loss token; see `Critic`. What is scored beside a sample changes them by rounding at most."""
         model = self._model
 
         def evaluate(batch: PackedBatch, rows: Sequence[TokenSequence]) -> Tensor:

@@ -13,10 +13,7 @@ from relax_events.models.causal_lm import load_causal_lm
 from relax_events.models.families import Family, family_of
 from relax_events.models.media_inputs import MediaInputs
 from relax_events.training.packing import PackedBatch
-from relax_events.training.policy_model import NEIGHBOURS, probe
-
-ISOLATION_TOLERANCE = {torch.bfloat16: 5e-2, torch.float32: 1e-4, torch.float64: 1e-4}
-"""Relative to the largest hidden state; a leak between packed samples is far larger."""
+from relax_events.training.policy_model import NEIGHBOURS, is_apart, probe
 
 
 class ValueNetwork(nn.Module):
@@ -52,7 +49,7 @@ class ValueNetwork(nn.Module):
 
 
 class ValueModel:
-    """The network on one device. A sample gets a row of its own where two short sequences show that packed neighbours don't stay apart."""
+    """The network on one device. A sample gets a row of its own where two short sequences see each other in a common one."""
 
     def __init__(self, path: Path, *, config: ModelConfig, device: torch.device, dtype: torch.dtype | None = None) -> None:
         """Load the backbone from a folder; nothing is fetched.
@@ -67,7 +64,7 @@ class ValueModel:
         """
         self.device = device
         self.dtype = dtype or getattr(torch, config.dtype)
-        self.family = family_of(path, config.media, apart=True)  # a sample's values are the same bits whatever stands beside it
+        self.family = family_of(path, config.media, apart=True)  # other media in the batch change a sample's values by rounding at most
         loaded = load_causal_lm(path, attention=config.attention, dtype=self.dtype, device=device, loader=self.family.loader)
         self.vocab_size = len(loaded.get_input_embeddings().get_parameter("weight"))
         hidden_size = loaded.config.get_text_config().hidden_size
@@ -86,5 +83,10 @@ class ValueModel:
 
     @torch.no_grad()
     def _keeps_neighbours_apart(self) -> bool:
-        together, alone = (self.module.hidden(*probe(positions, vocab_size=self.vocab_size, device=self.device))[0] for positions in NEIGHBOURS)
-        return bool((together[5:] - alone).abs().max() < ISOLATION_TOLERANCE[self.dtype] * alone.abs().max())
+        together, alone = (self._probed(positions) for positions in NEIGHBOURS)
+        num_alone = len(alone)
+        return is_apart("rows", apart=alone, tried=together[-num_alone:], leaking=self._probed(list(range(len(together))))[-num_alone:])
+
+    def _probed(self, positions: list[int]) -> Float[Tensor, "tokens hidden"]:
+        hidden = self.module.hidden(*probe(positions, vocab_size=self.vocab_size, device=self.device))[0]
+        return hidden.to(torch.promote_types(hidden.dtype, torch.float32))

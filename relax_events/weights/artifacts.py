@@ -136,7 +136,7 @@ def stored_versions(store: ObjectStore) -> list[int]:
     Raises:
         ObjectError: The store can't be read.
     """
-    return sorted({int(key.removeprefix(PREFIX).partition("/")[0]) for key in store.list(PREFIX)})
+    return sorted(int(folder.removeprefix(PREFIX).rstrip("/")) for folder in store.folders(PREFIX))
 
 
 def _folder(policy_version: int) -> str:

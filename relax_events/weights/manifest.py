@@ -92,18 +92,25 @@ class WeightManifest:
                 raise WeightsError(f"weight manifest has format {value['format']!r}, this release reads {known}; use the release that wrote it")
             files = tuple(_reference(file) for file in value["files"])
             base = Base(_reference(value["base"]), bytes.fromhex(value["base"]["weights_digest"])) if value["format"] != FORMAT else None
-            tensors = tuple(TensorEntry(item["name"], item["dtype"], tuple(item["shape"]), item["file"]) for item in value["tensors"])
+            tensors = tuple(_tensor(item) for item in value["tensors"])
             changed = frozenset(value.get("changed", ()))
             in_transit = bytes.fromhex(value["in_transit"]) if "in_transit" in value else None
             digest = bytes.fromhex(value["digest"])
             return cls(value["policy_version"], value["model_type"], digest, files, tensors, base, changed, in_transit)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WeightsError(f"weight manifest can't be read: {type(error).__name__}: {error}") from error
 
 
 def tensor_header(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
     """Give what stands before a tensor's values where the digest of weights is taken."""
     return f"{name}\0{dtype}\0{list(shape)}\0".encode()
+
+
+def _tensor(value: Mapping[str, Any]) -> TensorEntry:
+    entry = TensorEntry(value["name"], value["dtype"], tuple(value["shape"]), value["file"])
+    if not (isinstance(entry.name, str) and isinstance(entry.dtype, str) and all(type(number) is int for number in (*entry.shape, entry.file))):
+        raise TypeError(f"a tensor has a name, a dtype, a shape and the number of its file, got {str(entry)[:200]}")
+    return entry
 
 
 def _reference_value(reference: ObjectRef) -> dict[str, Any]:

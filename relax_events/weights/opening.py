@@ -21,7 +21,7 @@ def open_sending(worker: Worker, store: ObjectStore) -> WeightsTransport:
     from relax_events.weights.broadcast.transports import SendingTransport
 
     def announce(enlisted: EnginesEnlisted) -> None:
-        worker.producer.send(worker.outbound("control.policy-versions", enlisted, key="engines"))
+        worker.producer.send(worker.outbound("control.engines", enlisted, key="engines"))
 
     last = worker.control.enlisted
     broadcaster = Broadcaster(config, metrics=worker.metrics.weights, announce=announce, last_list=last.list_version if last else 0)

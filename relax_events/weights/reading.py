@@ -87,6 +87,19 @@ def read_weights(store: ObjectStore, reference: ObjectRef, *, held: Held | None 
     return Weights(newest.policy_version, RawTensors(tensors), newest.digest)
 
 
+def is_stored(store: ObjectStore, reference: ObjectRef) -> bool:
+    """Tell whether an artifact's manifest can be read, and its files have their sizes; what is in the files is not looked at.
+
+    Raises:
+        StoreUnavailable: The store does not answer.
+    """
+    try:
+        manifest = WeightManifest.from_json(store.get(reference))
+        return all(store.num_bytes(store.key(file.uri)) == file.num_bytes for file in manifest.files)
+    except (ObjectError, WeightsError):
+        return False
+
+
 def _chain(store: ObjectStore, reference: ObjectRef, held: Held | None) -> list[WeightManifest]:
     """Return the manifests that have to be read one on top of the other, the oldest first.
 

@@ -45,12 +45,12 @@ def spread(completion, *, answer, metadata, prompt):
 """
 
 
-def call_relax(*arguments: str | Path, cwd: Path, timeout_seconds: float = 60.0, failpoints: str = "") -> Finished:
+def call_relax(*arguments: str | Path, cwd: Path, timeout_seconds: float = 200.0, failpoints: str = "") -> Finished:
     """Run `relax` in a folder, as a shell would; its workers die at the crash points that are armed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RELAX_")}
     environment |= {"OMP_NUM_THREADS": "1", VARIABLE: failpoints}
     command = [sys.executable, "-m", "relax_events.cli", *map(str, arguments)]
-    ended = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_seconds, check=False)
+    ended = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_seconds, check=False, umask=0o022)
     return Finished(ended.returncode, ended.stdout, ended.stderr)
 
 
@@ -72,7 +72,7 @@ def log_of(folder: Path, run_id: str, worker_id: str) -> list[dict[str, Any]]:
     return [orjson.loads(line) for line in lines if line.startswith("{")]
 
 
-def run_file_text(prepared: Path, run_id: str, *, more: str = "") -> str:
+def run_file_text(prepared: Path, run_id: str, *, more: str = "", learning_rate: float = 1e-3) -> str:
     """Return a run file of three steps of four prompt groups of four samples; `more` goes into its table `run`."""
     return f"""
 [run]
@@ -95,6 +95,9 @@ sampling = {{ max_new_tokens = 6 }}
 
 [reward]
 function = "{prepared / "reward.py"}:spread"
+
+[trainer]
+learning_rate = {learning_rate}
 
 [workers]
 beat_seconds = 0.2

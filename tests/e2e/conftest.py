@@ -18,7 +18,7 @@ from stack.told import Told
 def relax(tmp_path: Path) -> Relax:
     """Return a caller of `relax` in the test's folder."""
 
-    def call(*arguments: str | Path, timeout_seconds: float = 60.0) -> Finished:
+    def call(*arguments: str | Path, timeout_seconds: float = 200.0) -> Finished:
         return call_relax(*arguments, cwd=tmp_path, timeout_seconds=timeout_seconds)
 
     return call
@@ -40,7 +40,7 @@ tiny = {{ hidden_size = 32, num_layers = 1, corpus_rows = 8 }}
 [data]
 source = "jsonl:{folder / "prompts.jsonl"}"
 """)
-    made = call_relax("models", "prepare", run_file, cwd=folder, timeout_seconds=100)
+    made = call_relax("models", "prepare", run_file, cwd=folder, timeout_seconds=200)
     assert made.code == 0, made.err
     return folder
 

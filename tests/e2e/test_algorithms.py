@@ -79,7 +79,7 @@ def test_live_run_reports_what_there_was_to_correct(source: FinishedRun) -> None
 @pytest.mark.parametrize("name", [*OF_THIS_SOURCE, "mine.py:MINE"])
 def test_algorithm_trains_recorded_rollouts(name: str, relax: Relax, source: FinishedRun, run_id: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
-    where = ("--bootstrap-servers", source.config.broker.bootstrap_servers, "--directory", str(tmp_path / ".relax"))
+    where = ("--bootstrap-servers", source.config.broker.bootstrap_servers, "--directory", str(tmp_path / ".relax"), "--trust-source")
     overrides = (f"algorithm.name={name}", *MORE.get(name, ()))
     ended = relax("runs", "replay", source.config.run.id, run_id, *overrides, "--until-version", "2", *where, timeout_seconds=200)
     assert ended.code == 0, ended.err

@@ -7,10 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import Relax, log_of, report_of, write_rows
+from command_line import FinishedRun, Relax, log_of, report_of, write_rows
+
+from relax_events.models.tiny import make_tiny
 
 NOBODY = "broker.bootstrap_servers=127.0.0.1:1"
-FEW_SECONDS = 20.0  # an answer is due after 5; the rest is the start of the program on a busy machine
+FEW_SECONDS = 60.0  # an answer is due after 5; the rest is the start of the program on a busy machine
 
 BAD_REWARDS = """
 import time
@@ -38,6 +40,10 @@ def fails(completion, *, answer, metadata, prompt):
         ("data.answer_key=solution", ["prompts.jsonl:1 has no key 'solution', only 'prompt', 'answer'", "set data.answer_key"]),
         ("model.path=nowhere", ["model.path nowhere does not exist", "[model.tiny]"]),
         ("model.path=.", ["model.path . has no config.json", "Hugging Face layout"]),
+        ("engine.max_context_tokens=2", ["engine.max_context_tokens = 2 leaves no token for an answer: the shortest of the first 8 prompts has"]),
+        ("algorithm.name=grppo", ["algorithm.name = 'grppo' is not installed", "did you mean grpo?"]),
+        ('telemetry.trackers=["tensorbord"]', ["telemetry.trackers: 'tensorbord' is not installed", "did you mean tensorboard?"]),
+        ("run.directory=run.toml/below", ["run.toml is not a folder that this user may write to; set run.directory"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -60,12 +66,40 @@ def test_command_says_within_seconds_that_no_broker_answers(relax: Relax, run_fi
     assert time.monotonic() - started < FEW_SECONDS
 
 
+@pytest.mark.timeout(300)
+def test_resumed_run_refuses_another_model_before_a_worker_starts(relax: Relax, finished_run: FinishedRun, tmp_path: Path) -> None:
+    other = make_tiny(tmp_path / "other", corpus=["12=21"], hidden_size=64)
+    store = (f"objects.uri={finished_run.config.objects_uri}", "objects.by_run=false")
+    changed = (f"model.path={other}", f"run.directory={tmp_path / 'elsewhere'}", *store)
+    for command, code in (("doctor", 6), ("run", 2)):
+        ended = relax(command, finished_run.run_file, *changed, *(["--accept-changes"] if command == "run" else []))
+        assert ended.code == code
+        assert f"model.path {other} is not the model of run {finished_run.config.run.id}: " in ended.out + ended.err
+    assert {path.name for path in (tmp_path / "elsewhere").rglob("*.log")} == {"run.log", "starter.log"}, "no worker has written one"
+
+
 def test_row_without_prompt_is_named_by_file_and_line(relax: Relax, run_file: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "one", "answer": "1"}, {"answer": "2"}])
     for command, code in (("run", 2), ("doctor", 6)):
         ended = relax(command, run_file, f"data.source=jsonl:{rows}")
         assert ended.code == code
         assert f"{rows}:2 has no key 'prompt', only 'answer'; set data.prompt_key" in ended.out + ended.err
+
+
+def test_doctor_knows_what_the_run_will_refuse(relax: Relax, run_file: Path, tmp_path: Path) -> None:
+    own = tmp_path / "tracker.py"
+    own.write_text("import no_such_library\n\nclass Mine: ...\n")
+    overrides = ("engine.max_context_tokens=2", f'telemetry.trackers=["{own}:Mine"]', "run.directory=run.toml/below")
+    ended = relax("doctor", run_file, *overrides)
+    assert ended.code == 6
+    for text in ("NO  room: engine.max_context_tokens = 2 leaves", "needs no_such_library", "NO  folder: "):
+        assert text in ended.out
+
+
+def test_rows_in_place_of_a_run_file_are_named_as_such(relax: Relax, prepared: Path) -> None:
+    ended = relax("doctor", prepared / "prompts.jsonl")
+    assert ended.code == 2
+    assert "prompts.jsonl holds rows of data and is no run file; give a run file, in TOML, whose data.source names it" in ended.err
 
 
 def test_worker_of_unknown_role_is_refused_with_the_known_ones(relax: Relax, run_file: Path) -> None:
@@ -102,7 +136,7 @@ def test_doctor_finds_everything_at_once_and_starts_nothing(relax: Relax, run_fi
     ended = relax("doctor", run_file, *bad)
     found = dict(line[4:].split(": ", 1) for line in ended.out.splitlines() if line.startswith("NO  "))
     assert ended.code == 6
-    assert set(found) == {"broker", "model", "data", "reward", "roles"}
+    assert set(found) == {"broker", "weights", "followers", "model", "data", "reward", "roles"}
     assert "no broker answered at 127.0.0.1:1" in found["broker"]
     assert "model.path nowhere does not exist" in found["model"]
     assert "data file nowhere.jsonl does not exist" in found["data"]

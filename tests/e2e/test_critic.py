@@ -91,7 +91,7 @@ def test_policy_waits_while_only_the_critic_learns(ppo_run: FinishedRun) -> None
 def test_replay_needs_no_critic_where_values_were_recorded(
     relax: Relax, ppo_run: FinishedRun, finished_run: FinishedRun, run_id: str, tmp_path: Path
 ) -> None:
-    where = ("--bootstrap-servers", ppo_run.config.broker.bootstrap_servers, "--directory", str(tmp_path / ".relax"))
+    where = ("--bootstrap-servers", ppo_run.config.broker.bootstrap_servers, "--directory", str(tmp_path / ".relax"), "--trust-source")
     source = ppo_run.config.run.id
     verified = relax("runs", "replay", source, f"{run_id}-same", "--verify", *where, timeout_seconds=200)
     assert verified.code == 0, verified.err

@@ -44,7 +44,7 @@ def test_drawn_tokens_are_distilled_again_with_another_coefficient(
     distil(relax, run_file, bootstrap_servers, f"teacher.model_path={teacher}", "run.groups_per_step=8", "run.num_steps=15")
     first = curves_of(run_file, run_id)
     assert sum(first["teacher_kl"][-3:]) < 0.85 * sum(first["teacher_kl"][:3])
-    where = ("--bootstrap-servers", bootstrap_servers, "--directory", str(tmp_path / ".relax"))
+    where = ("--bootstrap-servers", bootstrap_servers, "--directory", str(tmp_path / ".relax"), "--trust-source")
     again = relax("runs", "replay", run_id, f"{run_id}-b", "algorithm.distill_coefficient=0.5", *where, timeout_seconds=200)
     assert again.code == 0, again.err
     second = curves_of(run_file, f"{run_id}-b")

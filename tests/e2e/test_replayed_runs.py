@@ -20,6 +20,10 @@ pytestmark = pytest.mark.timeout(300)
 PATIENCE_SECONDS = 120.0
 
 
+TRUST = "--trust-source"
+"""The runs are made in a folder of their own, where no run file says what the source's log does."""
+
+
 def place(source: FinishedRun, folder: Path) -> tuple[str, ...]:
     """Say where the finished run is, and that new runs are to lie in the test's folder."""
     return ("--bootstrap-servers", source.config.broker.bootstrap_servers, "--directory", str(folder / ".relax"))
@@ -35,7 +39,7 @@ def report_of(folder: Path, run_id: str) -> dict[str, Any]:
 
 def test_replay_is_its_source_bit_for_bit(relax: Relax, finished_run: FinishedRun, run_id: str, tmp_path: Path) -> None:
     source = finished_run.config.run.id
-    ended = relax("runs", "replay", source, run_id, "--verify", *place(finished_run, tmp_path), timeout_seconds=200)
+    ended = relax("runs", "replay", source, run_id, "--verify", TRUST, *place(finished_run, tmp_path), timeout_seconds=200)
     assert ended.code == 0, ended.err
     assert f"3 steps are those of {source}, bit for bit" in ended.out
     recorded = orjson.loads((finished_run.config.run_directory / "report.json").read_bytes())
@@ -52,7 +56,8 @@ def test_replay_is_its_source_bit_for_bit(relax: Relax, finished_run: FinishedRu
 
 def test_replay_with_gspo_differs_from_version_one_on(relax: Relax, finished_run: FinishedRun, run_id: str, tmp_path: Path) -> None:
     source = finished_run.config.run.id
-    ended = relax("runs", "replay", source, run_id, "algorithm.name=gspo", "--from-version", "1", *place(finished_run, tmp_path), timeout_seconds=200)
+    where = (TRUST, *place(finished_run, tmp_path))
+    ended = relax("runs", "replay", source, run_id, "algorithm.name=gspo", "--from-version", "1", *where, timeout_seconds=200)
     assert ended.code == 0, ended.err
     report = report_of(tmp_path, run_id)
     recorded = orjson.loads((finished_run.config.run_directory / "report.json").read_bytes())
@@ -61,7 +66,7 @@ def test_replay_with_gspo_differs_from_version_one_on(relax: Relax, finished_run
     assert report["curves"]["reward_mean"] == recorded["curves"]["reward_mean"][1:]
     assert report["source"]["curves"]["loss"] == recorded["curves"]["loss"][1:]
     assert 'class="line beside"' in (tmp_path / ".relax/runs" / run_id / "report.html").read_text()
-    refused = relax("runs", "replay", source, f"{run_id}-v", "--from-version", "1", "--verify", *place(finished_run, tmp_path))
+    refused = relax("runs", "replay", source, f"{run_id}-v", "--from-version", "1", "--verify", *where)
     assert (refused.code, "begins at version 0 or at a checkpoint" in refused.err) == (2, True), refused.err
 
 
@@ -72,7 +77,7 @@ def test_replay_learns_from_the_scores_of_a_rescoring(relax: Relax, finished_run
     rescored = relax("rescore", finished_run.run_file, "--reward", "inverse.py:inverse", "--name", scores, "--output", "json")
     assert rescored.code == 0, rescored.err
     assert orjson.loads(rescored.out)["pearson"] == pytest.approx(-1, abs=1e-5)
-    ended = relax("runs", "replay", source, run_id, "--scores", scores, *place(finished_run, tmp_path), timeout_seconds=200)
+    ended = relax("runs", "replay", source, run_id, "--scores", scores, TRUST, *place(finished_run, tmp_path), timeout_seconds=200)
     assert ended.code == 0, ended.err
     recorded = orjson.loads((finished_run.config.run_directory / "report.json").read_bytes())
     report = report_of(tmp_path, run_id)
@@ -80,8 +85,22 @@ def test_replay_learns_from_the_scores_of_a_rescoring(relax: Relax, finished_run
     assert not set(report["weights_digests"]) & set(recorded["weights_digests"])
 
 
+def test_source_that_no_run_file_here_vouches_for_is_refused_with_the_list(
+    relax: Relax, finished_run: FinishedRun, run_id: str, tmp_path: Path
+) -> None:
+    source = finished_run.config.run.id
+    refused = relax("runs", "fork", source, run_id, *place(finished_run, tmp_path))
+    assert refused.code == 2
+    assert f'reward.function = "{finished_run.config.reward.function}"  (code that would be run)' in refused.err
+    assert f'model.path = "{finished_run.config.model.path}"  (a file or folder that would be used)' in refused.err
+    assert "give --trust-source to take them over as they are" in refused.err
+    refused = relax("runs", "replay", source, run_id, *place(finished_run, tmp_path))
+    assert (refused.code, "reward.function" in refused.err, "model.path" in refused.err) == (2, False, True), refused.err
+    assert not (tmp_path / ".relax/runs").exists()
+
+
 def test_second_learner_follows_a_fork_while_it_goes_on(relax: Relax, finished_run: FinishedRun, run_id: str, tmp_path: Path) -> None:
-    where = place(finished_run, tmp_path)
+    where = (*place(finished_run, tmp_path), TRUST)
     live, second = f"{run_id}-live", f"{run_id}-second"
     fork = ["runs", "fork", finished_run.config.run.id, live, "--at-version", "2", "run.num_steps=5", *where]
     with (tmp_path / "fork.log").open("wb") as output:
@@ -125,6 +144,6 @@ def test_replay_that_is_impossible_is_refused(
     arguments: tuple[str, ...], text: str, relax: Relax, finished_run: FinishedRun, run_id: str, tmp_path: Path
 ) -> None:
     verb, source, *rest = (finished_run.config.run.id if word == "SOURCE" else word for word in arguments)
-    ended = relax("runs", verb, source, run_id, *rest, *place(finished_run, tmp_path))
+    ended = relax("runs", verb, source, run_id, *rest, TRUST, *place(finished_run, tmp_path))
     assert ended.code == 2, ended.err
     assert re.search(text, ended.err), ended.err

@@ -47,7 +47,7 @@ def test_following_ends_in_peace_when_interrupted(finished_run: FinishedRun) -> 
         assert tail.stdout is not None
         first = [orjson.loads(tail.stdout.readline()) for _ in range(2)]
         tail.send_signal(signal.SIGINT)
-        rest, errors = tail.communicate(timeout=30)
+        rest, errors = tail.communicate(timeout=100)
     assert (tail.returncode, rest, errors) == (0, "", "")
     assert first[0]["rolled_out_at"] <= first[1]["rolled_out_at"]
 

@@ -30,8 +30,8 @@ TAPPED = (
     "control.train-steps",
     "control.group-outcomes",
     "control.commands",
-    "control.heartbeats",
-    "control.metrics",
+    "control.heartbeats.trainer",
+    "control.metrics.trainer",
 )
 MARKER = b"\xc3\x01"  # Avro 1.12, single-object encoding: the marker, eight bytes of fingerprint, the body
 TIMEOUT_SECONDS = 30.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import stat
+
 import pytest
 from command_line import FinishedRun
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -18,3 +20,12 @@ def test_run_tells_of_its_begin_and_of_its_end(finished_run: FinishedRun) -> Non
 def test_run_is_in_tensorboard_without_being_asked(finished_run: FinishedRun) -> None:
     shown = EventAccumulator(str(finished_run.config.run_directory / "tensorboard")).Reload()
     assert [point.step for point in shown.Scalars("train/reward_mean")] == [0, 1, 2]
+
+
+def test_everything_that_a_run_leaves_is_its_users_alone(finished_run: FinishedRun) -> None:
+    """The commands that made it began with a file mode mask of 022."""
+    folder = finished_run.config.run_directory
+    modes = {path.relative_to(folder): stat.S_IMODE(path.lstat().st_mode) for path in folder.rglob("*") if not path.is_symlink()}
+    assert len(modes) > 20
+    assert {path: oct(mode) for path, mode in modes.items() if mode & 0o077} == {}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 
 def topics(run: FinishedRun, verb: str, *arguments: str | Path) -> Finished:
     """Call `relax topics VERB` with the run's file, JSON asked for."""
-    return call_relax("topics", verb, *arguments, "--output", "json", cwd=run.run_file.parent, timeout_seconds=120)
+    return call_relax("topics", verb, *arguments, "--output", "json", cwd=run.run_file.parent, timeout_seconds=200)
 
 
 def test_operator_looks_at_a_finished_run(finished_run: FinishedRun) -> None:
@@ -70,7 +70,7 @@ def test_what_goes_on_for_ever_ends_well_at_control_c(finished_run: FinishedRun,
         assert process.stdout is not None
         assert first in process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=100)
     assert process.returncode == 0
 
 
@@ -99,6 +99,6 @@ def test_run_is_moved_with_its_objects_and_keeps_its_books(finished_run: Finishe
 def test_moved_run_is_trained_again_bit_for_bit(finished_run: FinishedRun, tmp_path: Path, run_id: str) -> None:
     move(finished_run, tmp_path, run_id)
     cluster = ("--bootstrap-servers", finished_run.config.broker.bootstrap_servers, "--directory", tmp_path / ".relax")
-    replayed = call_relax("runs", "replay", run_id, f"{run_id}-again", *cluster, "--verify", cwd=tmp_path, timeout_seconds=200)
+    replayed = call_relax("runs", "replay", run_id, f"{run_id}-again", *cluster, "--verify", "--trust-source", cwd=tmp_path, timeout_seconds=200)
     assert replayed.code == 0, replayed.err
     assert f"3 steps are those of {run_id}, bit for bit" in replayed.out + replayed.err

@@ -55,7 +55,11 @@ def answering(handler: type[RouterLike]) -> Iterator[str]:
 
 def attach(url: str, *, family: str = "qwen3", routing_replay: Literal["none", "rollout"] = "none") -> SGLangEngine:
     path = tiny_model(family)
-    return SGLangEngine(path, config=EngineConfig(sglang=SGLangConfig(urls=(url,))), model=ModelConfig(path=path, routing_replay=routing_replay))
+    return SGLangEngine(
+        path,
+        config=EngineConfig(threads=1, max_context_tokens=512, sglang=SGLangConfig(urls=(url,))),
+        model=ModelConfig(dtype="float32", path=path, routing_replay=routing_replay),
+    )
 
 
 NO_EXPERTS = r"does not tell which experts tokens go through, .*; start it with --enable-return-routed-experts"

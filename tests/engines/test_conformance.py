@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from engine_gate import Gate
 from engine_requests import (
     MakeEngine,
     check_misfits_are_refused,
@@ -33,12 +34,13 @@ from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.weights import Weights
 
 pytestmark = pytest.mark.timeout(720)  # the first test waits for the server
-LONG = 200
-"""Tokens of a sample that is surely under way for a while."""
+LONG = 400
+"""Tokens of a sample that the gate holds; on a server in another process it takes the client far less time to look than the server to draw them."""
 
 
-def begin(engine: Engine, request: GenerationRequest) -> None:
-    """Let an engine generate until a few tokens of each sample are there, and none is whole."""
+def begin(engine: Engine, request: GenerationRequest, gate: Gate) -> None:
+    """Let an engine generate until a few tokens of each sample are there, and hold it there; a server in another process runs on."""
+    gate.shut()
     engine.submit(request)
     while True:
         assert engine.poll(timeout_seconds=0.05) == []
@@ -157,13 +159,14 @@ def test_usage_counts_what_was_drawn_and_what_prompts_cost(make: MakeEngine) -> 
     assert num_prefilled >= sum(len(request.prompt_tokens) for request in requests)
 
 
-def test_usage_counts_tokens_of_samples_that_go_on(make: MakeEngine) -> None:
+def test_usage_counts_tokens_of_samples_that_go_on(make: MakeEngine, gate: Gate) -> None:
     engine = make()
     request = make_request(1, max_new_tokens=LONG)
-    begin(engine, request)
+    begin(engine, request, gate)
     assert engine.usage.num_decoding == len(request.samples)
     partial = engine.abort()
     before = engine.usage
+    gate.open()
     engine.submit(continued(request, partial))
     finish(engine)
     assert_at_least(engine, [engine.usage.num_resumed - before.num_resumed], [sum(len(sample.tokens) for sample in partial)])
@@ -195,12 +198,13 @@ def test_segments_carry_the_version_of_every_token(make: MakeEngine) -> None:
         np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens, path=path), atol=1e-5)
 
 
-def test_restart_computes_running_samples_again_under_the_new_weights(make: MakeEngine) -> None:
+def test_restart_computes_running_samples_again_under_the_new_weights(make: MakeEngine, gate: Gate) -> None:
     engine = make()
     request = make_request(1, max_new_tokens=LONG)
     weights, path = other_weights(1)
-    begin(engine, request)
+    begin(engine, request, gate)
     engine.load_weights(weights, on_running="restart")
+    gate.open()
     samples = finish(engine)
     assert len(samples) == 2
     for sample in samples.values():
@@ -212,12 +216,13 @@ def test_restart_computes_running_samples_again_under_the_new_weights(make: Make
         np.testing.assert_allclose(sample.logprobs[second], new[second], atol=1e-5)
 
 
-def test_swap_keeps_the_cache_and_says_so(make: MakeEngine) -> None:
+def test_swap_keeps_the_cache_and_says_so(make: MakeEngine, gate: Gate) -> None:
     engine = make()
     request = make_request(1, max_new_tokens=LONG, num_samples=4)
     weights, path = other_weights(1)
-    begin(engine, request)
+    begin(engine, request, gate)
     engine.load_weights(weights, on_running="swap")
+    gate.open()
     kept = []
     for sample in finish(engine).values():
         old = plain_logprobs(request.prompt_tokens, sample.tokens)
@@ -248,12 +253,13 @@ def test_refused_weights_leave_the_old_ones_serving(make: MakeEngine) -> None:
         np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens), atol=1e-5)
 
 
-def test_weights_that_are_not_finite_end_samples_with_an_error(make: MakeEngine) -> None:
+def test_weights_that_are_not_finite_end_samples_with_an_error(make: MakeEngine, gate: Gate) -> None:
     engine = make()
     weights, _ = other_weights(2)
-    begin(engine, make_request(1, max_new_tokens=LONG))
+    begin(engine, make_request(1, max_new_tokens=LONG), gate)
     broken = Weights(1, weights.tensors | {"model.layers.0.self_attn.v_proj.weight": torch.full((16, 32), torch.nan)}, bytes(32))
     engine.load_weights(broken)
+    gate.open()
     engine.submit(make_request(2))
     samples = finish(engine)
     assert len(samples) == 4
@@ -264,15 +270,16 @@ def test_weights_that_are_not_finite_end_samples_with_an_error(make: MakeEngine)
     assert {sample.finish_reason for sample in finish(engine).values()} == {FinishReason.LENGTH}
 
 
-def test_aborted_samples_go_on_where_they_were(make: MakeEngine) -> None:
+def test_aborted_samples_go_on_where_they_were(make: MakeEngine, gate: Gate) -> None:
     engine = make()
     request = make_request(1, num_samples=3, max_new_tokens=LONG)
-    begin(engine, request)
+    begin(engine, request, gate)
     partial = engine.abort()
     assert engine.num_running == 0
     assert {sample.finish_reason for sample in partial} == {FinishReason.ABORT}
     assert all(3 <= len(sample.tokens) < LONG and len(sample.logprobs) == len(sample.tokens) for sample in partial)
     begun = {sample.sample_id: sample.tokens.tolist() for sample in partial}
+    gate.open()
     engine.submit(continued(request, partial))
     for name, sample in finish(engine).items():
         assert sample.tokens[: len(begun[name])].tolist() == begun[name]
@@ -280,11 +287,12 @@ def test_aborted_samples_go_on_where_they_were(make: MakeEngine) -> None:
         np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens), atol=1e-5)
 
 
-def test_abort_takes_out_the_named_samples_alone(make: MakeEngine) -> None:
+def test_abort_takes_out_the_named_samples_alone(make: MakeEngine, gate: Gate) -> None:
     engine = make()
-    begin(engine, make_request(1, num_samples=3, max_new_tokens=LONG))
+    begin(engine, make_request(1, num_samples=3, max_new_tokens=LONG), gate)
     aborted = engine.abort(["g1/1", "unknown"])
     assert [one.sample_id for one in aborted] == ["g1/1"]
+    gate.open()
     assert finish(engine).keys() == {"g1/0", "g1/2"}
 
 
@@ -311,31 +319,33 @@ def test_continued_sample_with_nothing_left_comes_back_as_it_is(make: MakeEngine
     assert (again.tokens.tolist(), again.finish_reason) == (whole.tokens.tolist(), FinishReason.LENGTH)
 
 
-def test_sleeping_engine_holds_what_runs_until_it_wakes(make: MakeEngine) -> None:
+def test_sleeping_engine_holds_what_runs_until_it_wakes(make: MakeEngine, gate: Gate) -> None:
     engine = make()
     request = make_request(1, max_new_tokens=LONG)
-    begin(engine, request)
+    begin(engine, request, gate)
     engine.sleep()
     assert engine.poll(timeout_seconds=3600.0) == []
     assert engine.num_running == 2
     engine.wake()
+    gate.open()
     samples = finish(engine)
     assert {sample.segments for sample in samples.values()} == {(VersionSegment(0, LONG),)}
     for sample in samples.values():
         np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens), atol=1e-5)
 
 
-def test_load_weights_wakes_the_engine(make: MakeEngine) -> None:
+def test_load_weights_wakes_the_engine(make: MakeEngine, gate: Gate) -> None:
     engine = make()
-    engine.submit(make_request(1, max_new_tokens=LONG))
+    begin(engine, make_request(1, max_new_tokens=LONG), gate)
     engine.sleep()
     engine.load_weights(other_weights(1)[0])
+    gate.open()
     assert all(sample.segments[-1].policy_version == 1 for sample in finish(engine).values())
 
 
-def test_poll_returns_when_it_is_interrupted(make: MakeEngine) -> None:
+def test_poll_returns_when_it_is_interrupted(make: MakeEngine, gate: Gate) -> None:
     engine = make()
-    engine.submit(make_request(1, max_new_tokens=LONG, num_samples=4))
+    begin(engine, make_request(1, max_new_tokens=LONG, num_samples=4), gate)
     timer = threading.Timer(0.05, engine.interrupt)
     timer.start()
     assert engine.poll(timeout_seconds=60.0) == []
@@ -380,10 +390,11 @@ def test_sample_that_can_not_be_generated_is_refused_with_its_group(make: MakeEn
     assert engine.num_running == 0
 
 
-def test_sample_that_runs_already_is_refused(make: MakeEngine) -> None:
+def test_sample_that_runs_already_is_refused(make: MakeEngine, gate: Gate) -> None:
     engine = make()
     request = make_request(1, max_new_tokens=LONG)
-    engine.submit(request)
+    begin(engine, request, gate)
     with pytest.raises(PoisonSample, match="g1/0 is running already"):
         engine.submit(request)
+    gate.open()
     assert len(finish(engine)) == 2

@@ -33,8 +33,8 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         else:
             server = {"urls": (stack.enter_context(served(path, is_incremental=True, records_experts=True)),)}
         sglang = SGLangConfig(weights_directory=directory, stream_interval_tokens=4, **server)
-        config = EngineConfig(max_running_samples=8, max_context_tokens=512, sglang=sglang)
-        opened = SGLangEngine(path, config=config, model=ModelConfig(path=path, routing_replay="rollout"))
+        config = EngineConfig(threads=1, max_running_samples=8, max_context_tokens=512, sglang=sglang)
+        opened = SGLangEngine(path, config=config, model=ModelConfig(dtype="float32", path=path, routing_replay="rollout"))
         stack.callback(opened.close)
         yield opened
     assert list(directory.iterdir()) == []

@@ -38,8 +38,9 @@ from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
 from relax_events.engines.sglang.engine import SGLangEngine
 
 path = Path(sys.argv[1])
-config = EngineConfig(max_running_samples=4, max_context_tokens=64, sglang=SGLangConfig(python=sys.argv[2], weights_directory=Path(sys.argv[3])))
-engine = SGLangEngine(path, config=config, model=ModelConfig(path=path))
+sglang = SGLangConfig(python=sys.argv[2], weights_directory=Path(sys.argv[3]))
+config = EngineConfig(threads=1, max_running_samples=4, max_context_tokens=64, sglang=sglang)
+engine = SGLangEngine(path, config=config, model=ModelConfig(dtype="float32", path=path))
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -49,7 +50,11 @@ def open_engine(python: str, directory: Path, **settings: Any) -> SGLangEngine:
     """Start a server of the engine's own."""
     path = tiny_model()
     server = SGLangConfig(python=python, weights_directory=directory, **settings)
-    return SGLangEngine(path, config=EngineConfig(max_running_samples=8, max_context_tokens=2048, sglang=server), model=ModelConfig(path=path))
+    return SGLangEngine(
+        path,
+        config=EngineConfig(threads=1, max_running_samples=8, max_context_tokens=2048, sglang=server),
+        model=ModelConfig(dtype="float32", path=path),
+    )
 
 
 def server_processes(directory: Path) -> list[psutil.Process]:
@@ -245,8 +250,8 @@ def test_server_ends_with_a_worker_that_is_killed(sglang_python: str, tmp_path: 
     processes = server_processes(tmp_path)
     assert len(processes) >= 2
     worker.send_signal(signal.SIGKILL)
-    worker.wait(10)
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    worker.wait(60)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     worker.stdin.close()
     worker.stdout.close()
     assert alive == []

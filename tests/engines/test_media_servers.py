@@ -46,7 +46,7 @@ from tests.unit.moving_and_sounding import BOUNDS, OMNI, SMALL, expert_model, it
 from tests.unit.pictures import picture_model, plain_model, prompt_of, question, request_about
 
 pytestmark = pytest.mark.timeout(720)  # the first test waits for the server
-ENVIRONMENTS = Path(__file__).parents[1] / "unit" / "environments_of_tests.py"
+ENVIRONMENTS = Path(__file__).parents[1] / "environments_of_tests.py"
 LONG = 200
 PICTURE, CLIP, WIDE = (Modality.IMAGE, (64, 48)), (Modality.VIDEO, (48, 32, 9)), (Modality.IMAGE, (96, 32))
 SOUND, LONGER, LONGEST = ((Modality.AUDIO, seconds) for seconds in (0.4, 1.13, 9.2))
@@ -238,7 +238,7 @@ def test_swap_lets_what_has_begun_go_on_and_all_else_begin_anew(make: MakeEngine
     """Some that wait, or are read in part, have the pictures of samples that run: nothing of them that the server keeps may be used."""
     engine, other = make(), model(seed=4)
     pieces = [pieces_of(library, [PICTURE, CLIP, WIDE], seed=10 * number) for number in range(5)]
-    running = asked(model(), 1, pieces[0], num_samples=3, max_new_tokens=LONG)
+    running = asked(model(), 1, pieces[0], num_samples=3, max_new_tokens=2 * LONG)
     requests = [running, *(asked(model(), 2 + number, shown) for number, shown in enumerate(pieces))]
     engine.submit(running)
     while engine.num_tokens < 40:

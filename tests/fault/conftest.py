@@ -35,7 +35,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def broker(directory: Path) -> Iterator[EmbeddedBroker]:
     """Give the session's broker; a test may kill it, since `relax run` starts it again."""
     with EmbeddedBroker(directory / "broker") as started:
-        yield started
+        try:
+            yield started
+        finally:
+            started.stop()  # whoever started it last, and whatever still uses it
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 import orjson
 import psutil
 from link import Link
+from node import Node
 
 from relax_events.broker.admin import Admin
 from relax_events.broker.connection import Connection
@@ -25,25 +27,31 @@ from relax_events.broker.consumer import LogReader
 from relax_events.broker.embedded import EmbeddedBroker
 from relax_events.broker.records import Record
 from relax_events.config import RunConfig
-from relax_events.control.address import with_bootstrap_servers
+from relax_events.control.address import reached
 from relax_events.control.run_state import RunState
 from relax_events.control.topics.applying import apply_topics
+from relax_events.errors import BrokerUnavailable
 from relax_events.events.codec import EventCodec
-from relax_events.events.parts import WorkerState
-from relax_events.events.types import Event
+from relax_events.events.parts import Outcome, WorkerState
+from relax_events.events.types import Event, PromptGroupEnded
 from relax_events.pipeline.failpoints import VARIABLE, marks_folder, parsed
 from relax_events.topics import TopicPlan
+from relax_events.topics.plan import HEARTBEATS
 
-WATCHED = ("control.policy-versions", "control.train-steps", "control.group-outcomes", "control.commands", "control.heartbeats")
+WATCHED = ("control.policy-versions", "control.train-steps", "control.group-outcomes", "control.commands", *HEARTBEATS.values())
 READY = (WorkerState.IDLE, WorkerState.WORKING)
 PATIENCE_SECONDS = 240.0
 """How long anything is waited for: a hang fails, a busy machine does not."""
-# By when a run must have gone on after a fault: three times what a machine needs that is as busy with other things as with the run.
+# By when a run must have gone on after a fault, on a machine that does as much as two cores do which have nothing else to do: see `slowness`.
 WORKER_SECONDS = 35.0
 BROKER_SECONDS = 45.0
 EVERYTHING_SECONDS = 60.0
 LIVING_SECONDS = 20.0
 """Where nothing has to be started again."""
+USUAL_START_SECONDS = 15.0
+"""From `relax run` to the first step, at most, where the bounds hold as they are."""
+NUM_ASKED = 4
+"""How often a command is tried whose broker does not answer: a machine that is busy with other things may keep it from that."""
 READ_UP_SECONDS = 0.2
 """What was committed so long ago has been read by then."""
 
@@ -61,24 +69,29 @@ def command(*arguments: str | Path) -> list[str]:
 class FaultRun:
     """A run in a folder of its own: `relax run` as a process, and the control log as its witness. Leaving it ends all its processes."""
 
-    def __init__(self, config: RunConfig, broker: EmbeddedBroker, link: Link | None = None) -> None:
+    def __init__(self, config: RunConfig, broker: EmbeddedBroker | Node, link: Link | None = None) -> None:
         self.config, self.broker, self.link = config, broker, link
         self.folder = config.run_directory
         self.folder.mkdir(parents=True)
         self.run_file = self.folder / "given.json"
         self.run_file.write_bytes(orjson.dumps(config.model_dump(mode="json")))
         self.plan = TopicPlan.of(config)
-        connection = with_bootstrap_servers(config, broker.bootstrap_servers).broker
+        connection = reached(config.broker, broker.bootstrap_servers, broker.password_file)
         self.connection = Connection.of(connection, client_id=f"{config.run.id}.test")
         apply_topics(config, Admin(self.connection))
         self._reader = LogReader(self.connection, start={(self.plan.topic(entity), 0): 0 for entity in WATCHED})
         self._codec = EventCodec()
         self.state = RunState()
+        self.failures: dict[str, str] = {}
+        """Why prompt groups failed, by id."""
         self._started: list[subprocess.Popen[bytes]] = []
         self.process: subprocess.Popen[bytes]
         self.variables: dict[str, str] = {}
         """Laid over the environment of what is started."""
         self.output = self.folder / "output.log"
+        self._began_at = self._first_step_at = 0.0
+        self.patience = 1.0
+        """Multiplies how long commands and ends may take, for a machine that is busy with other things."""
 
     def __enter__(self) -> Self:
         return self
@@ -86,7 +99,7 @@ class FaultRun:
     def __exit__(self, *_: object) -> None:
         for process in self._started:
             process.kill()
-            process.wait(10)
+            process.wait(60)
         for leftover in self.worker_processes():
             leftover.kill()
         self._reader.close()
@@ -96,6 +109,7 @@ class FaultRun:
         process = self.start_program(command(*(arguments or ("run", self.run_file))))
         if not arguments:
             self.process = process
+            self._began_at = self._began_at or time.monotonic()
         return process
 
     def start_program(self, words: list[str]) -> subprocess.Popen[bytes]:
@@ -125,13 +139,14 @@ class FaultRun:
         found = {}
         for process in self.worker_processes():
             words = process.info["cmdline"]
-            if "worker" in words:  # torchrun names the same arguments, its ranks are the workers
+            if "worker" in words:
                 place = words.index("worker")
                 found[f"{words[place + 1]}-{words[words.index('--index') + 1]}"] = process
         return found
 
-    def until(self, condition: Callable[[], bool], what: str, *, timeout_seconds: float = PATIENCE_SECONDS) -> None:
+    def until(self, condition: Callable[[], bool], what: str, *, timeout_seconds: float | None = None) -> None:
         """Follow the control log until the condition holds; fail at the timeout, or when `relax run` ended meanwhile."""
+        timeout_seconds = PATIENCE_SECONDS * self.patience if timeout_seconds is None else timeout_seconds
         deadline = time.monotonic() + timeout_seconds
         while not condition():
             assert time.monotonic() < deadline, f"not within {timeout_seconds:g} s: {what}; {self._standing()}"
@@ -144,15 +159,16 @@ class FaultRun:
         while time.monotonic() < over:
             self._pump()
 
-    def until_ended(self, process: subprocess.Popen[bytes], *, timeout_seconds: float = PATIENCE_SECONDS) -> int:
+    def until_ended(self, process: subprocess.Popen[bytes], *, timeout_seconds: float | None = None) -> int:
         """Follow the control log until a process of ours has ended, and return its exit code."""
+        timeout_seconds = PATIENCE_SECONDS * self.patience if timeout_seconds is None else timeout_seconds
         deadline = time.monotonic() + timeout_seconds
         while (code := process.poll()) is None:
             assert time.monotonic() < deadline, f"did not end within {timeout_seconds:g} s; {self._standing()}"
             self._pump()
         return code
 
-    def until_steps(self, num_steps: int, *, timeout_seconds: float = PATIENCE_SECONDS) -> None:
+    def until_steps(self, num_steps: int, *, timeout_seconds: float | None = None) -> None:
         """Wait until so many train steps are committed."""
         self.until(lambda: self.state.num_steps >= num_steps, f"{num_steps} train steps", timeout_seconds=timeout_seconds)
 
@@ -167,19 +183,30 @@ class FaultRun:
         folder = marks_folder(self.folder)
         return {path.name for path in folder.iterdir()} if folder.exists() else set()
 
-    def recovers_within(self, seconds: float) -> float:
+    def slowness(self) -> float:
+        """How many times as long as usual anything takes here: by how long the run's own start took, and by how many processes want a core."""
+        start_seconds = max(self._first_step_at - self._began_at, 0.0)
+        return max(1.0, start_seconds / USUAL_START_SECONDS, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+    def recovers_within(self, seconds: float, *, is_stretched: bool = True) -> float:
         """Wait until the run is over what was just done to it, and return how many seconds that took; fail if more than this.
 
         Over it means: a step was committed whose prompt groups were issued since, so that every role has worked again. What was on its
         way before may still make `max_staleness` steps and the one at work.
+
+        Args:
+            seconds: The bound, on a machine as the bounds were measured on.
+            is_stretched: Whether the bound is multiplied on a slower machine, and on one that is busy with other things.
         """
         started = time.monotonic()
         self.follow_for(READ_UP_SECONDS)
         goal = self.state.num_steps + self.config.run.max_staleness + 2
-        self.until_steps(goal, timeout_seconds=seconds)
-        return time.monotonic() - started
+        self.until_steps(goal, timeout_seconds=max(seconds, PATIENCE_SECONDS) if is_stretched else seconds)
+        taken, bound = time.monotonic() - started, seconds * (self.slowness() if is_stretched else 1.0)
+        assert taken <= bound, f"over it after {taken:.1f} s, the bound is {bound:.1f} s; {self._standing()}"
+        return taken
 
-    def until_ready_again(self, *worker_ids: str, killed: dict[str, int], timeout_seconds: float = PATIENCE_SECONDS) -> None:
+    def until_ready_again(self, *worker_ids: str, killed: dict[str, int], timeout_seconds: float | None = None) -> None:
         """Wait until other processes than the killed ones have taken up the work of these workers."""
 
         def taken_up() -> bool:
@@ -187,10 +214,16 @@ class FaultRun:
 
         self.until(taken_up, f"{', '.join(worker_ids)} beat again", timeout_seconds=timeout_seconds)
 
-    def until_gone(self, processes: list[psutil.Process], *, timeout_seconds: float = PATIENCE_SECONDS) -> None:
+    def until_gone(self, processes: list[psutil.Process], *, timeout_seconds: float | None = None) -> None:
         """Wait until these processes have ended."""
+        timeout_seconds = PATIENCE_SECONDS * self.patience if timeout_seconds is None else timeout_seconds
         _, alive = psutil.wait_procs(processes, timeout=timeout_seconds)
         assert alive == [], f"still there: {[process.cmdline() for process in alive]}"
+
+    @property
+    def objects(self) -> Path:
+        """The folder of this run's object store."""
+        return Path(urlsplit(self.config.objects_uri).path)
 
     def is_ready(self, worker_id: str) -> bool:
         """Tell whether a worker is past its start."""
@@ -234,22 +267,25 @@ class FaultRun:
         return report
 
     def ledger(self) -> dict[str, Any]:
-        """Run `relax ledger check` and return its figures; fail when a promise was broken."""
-        ended = subprocess.run(
-            command("ledger", "check", self.run_file, "--output", "json"),
-            cwd=self.folder,
-            env=environment(),
-            capture_output=True,
-            timeout=60,
-            check=False,
-        )
+        """Run `relax ledger check` and return its figures; fail when a promise was broken. A broker that did not answer in time is asked again."""
+        for _ in range(NUM_ASKED):
+            ended = subprocess.run(
+                command("ledger", "check", self.run_file, "--output", "json"),
+                cwd=self.folder,
+                env=environment(),
+                capture_output=True,
+                timeout=200 * self.patience,
+                check=False,
+            )
+            if ended.returncode != BrokerUnavailable.exit_code:
+                break
         figures: dict[str, Any] = orjson.loads(ended.stdout or b"{}")
         assert (ended.returncode, figures.get("problems")) == (0, []), f"{figures}\n{ended.stderr.decode()}"
         return figures
 
     def metrics(self, worker_id: str) -> dict[str, float]:
         """Scrape a worker; return values by sample, named as Prometheus's text format writes it."""
-        with urlopen(f"http://127.0.0.1:{self.state.workers[worker_id].metrics_port}/metrics", timeout=5) as answer:
+        with urlopen(f"http://127.0.0.1:{self.state.workers[worker_id].metrics_port}/metrics", timeout=60) as answer:
             lines = [line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#")]
         return {sample: float(value) for sample, value in lines}
 
@@ -276,7 +312,12 @@ class FaultRun:
 
     def _pump(self) -> None:
         for record in self._reader.fetch(timeout_seconds=0.1):
-            self.state.note(self._codec.decode(record.value))
+            event = self._codec.decode(record.value)
+            self.state.note(event)
+            if self.state.num_steps and not self._first_step_at:
+                self._first_step_at = time.monotonic()
+            if isinstance(event, PromptGroupEnded) and event.outcome is Outcome.FAILED:
+                self.failures[event.prompt_group_id] = event.reason
 
     def _standing(self) -> str:
         workers = {worker_id: f"{beat.state} {beat.pid}" for worker_id, beat in self.state.workers.items()}

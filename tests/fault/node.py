@@ -34,8 +34,10 @@ def choose_ports(number: int) -> list[int]:
 class Node:
     """One Kafka node in a folder. Clients connect to `port`; `properties` lays out the rest.
 
-    It is used where a run has an embedded broker: it starts, is killed, and keeps its records and ports.
+    It is used where a run has an embedded broker: it starts, is killed, and keeps its records and ports. Nobody logs in to it.
     """
+
+    password_file: Path | None = None
 
     def __init__(
         self, directory: Path, *, port: int, controller_port: int, properties: Mapping[str, str], node_id: int = NODE_ID, cluster_id: str = ""

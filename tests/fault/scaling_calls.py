@@ -17,7 +17,7 @@ def scale(run: FaultRun, *words: str) -> tuple[int, dict[str, Any]]:
     """Call `relax scale` as a shell does, with nothing but the run file."""
     verb, *rest = words
     line = command("scale", verb, run.run_file, *rest, "--output", "json")
-    ended = subprocess.run(line, cwd=run.folder, env=environment(), capture_output=True, timeout=60, check=False)
+    ended = subprocess.run(line, cwd=run.folder, env=environment(), capture_output=True, timeout=200, check=False)
     return ended.returncode, orjson.loads(ended.stdout or b"{}")
 
 

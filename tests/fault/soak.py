@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,13 +24,13 @@ from statistics import median
 from typing import Any
 
 import orjson
+import soak_plugins
 from harness import FaultRun, assert_books_balance
 from link import Link
 from node import Node, choose_ports, node_behind_link
-from soak_faults import FAULTS, Fault
+from soak_faults import FAULTS, MAX_RESTARTS, SLOW_FACTOR, Fault, delete, files_below
 from stage import laid_over, lay_out, make_model, usual_tree
 
-from relax_events.broker.admin import Admin
 from relax_events.broker.embedded import EmbeddedBroker
 from relax_events.cli.output import print_table
 from relax_events.config import RunConfig
@@ -40,7 +40,10 @@ CHECK_SECONDS = 60.0
 LINK_REQUEST_SECONDS = 5.0
 START_SECONDS = 120.0
 LAST_STEPS = 5
+SLOW_SECONDS = 120.0
+LEAST_SLOW_SECONDS = 30.0  # below that, `workers.hung_seconds` would be less than workers are paused for
 ENDLESS = 1_000_000
+MAX_ROLLOUT = 2
 VIOLATED = 6
 MODES: tuple[dict[str, Any], ...] = (
     {"mode": "async", "max_staleness": 2},
@@ -68,11 +71,15 @@ class Soak:
     seed: int
     minutes: float
     patience: float = 1.0
+    slow_seconds: float = SLOW_SECONDS
+    meets_each: bool = False
     kinds: list[str] = field(default_factory=lambda: sorted(FAULTS))
     injected: list[Injected] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     runs: list[dict[str, Any]] = field(default_factory=list)
     num_crash_points: int = 0
+    due: list[str] = field(default_factory=list)
+    """Kinds that were drawn and not injected yet."""
     seconds_left: float = field(init=False)
     started: float = field(default_factory=time.monotonic)
 
@@ -85,27 +92,74 @@ class Soak:
         lay_out(self.folder)
         make_model(self.folder)
         random = Random(self.seed)
-        with EmbeddedBroker(self.folder / "broker") as own, far_broker(self.folder / "far") as (far, link):
+        with near_broker(self.folder / "broker") as own, far_broker(self.folder / "far") as (far, link):
             self.started = time.monotonic()
             number = 0
             while self.seconds_left > 0 and not self.violations:
                 given = (far, link) if number % 2 else (own, None)
                 with FaultRun(self._settings(number, random, given[1]), *given) as run:
+                    run.patience = self.patience
                     self._soak_one(run, random)
                 if not self.violations:
-                    forget(run)
+                    self._forget(run)
+                for kind in self._chosen(lambda fault: fault.ends_run):
+                    if not self.violations:
+                        self._end_one(kind, number, random, far if number % 2 else own, given[1])
                 number += 1
 
-    def _settings(self, number: int, random: Random, link: Link | None) -> RunConfig:
+    def _chosen(self, condition: Callable[[Fault], bool]) -> list[str]:
+        return [kind for kind in self.kinds if condition(FAULTS[kind])]
+
+    def _end_one(self, kind: str, number: int, random: Random, broker: EmbeddedBroker | Node, link: Link | None) -> None:
+        """Give a fault that ends its run a run of its own."""
+        config = self._settings(number, random, link, suffix=f"-{kind}", max_restarts=2)
+        begun_at = time.monotonic()
+        with FaultRun(config, broker, link) as run:
+            run.patience = self.patience
+            bound = FAULTS[kind].bound_seconds * self.patience
+            target, seconds = "", None
+            self._say(f"{kind} ...")
+            try:
+                run.start()
+                run.until_steps(2, timeout_seconds=START_SECONDS * self.patience)
+                broken_at = time.monotonic()
+                target = FAULTS[kind].inject(run, random)
+                seconds = time.monotonic() - broken_at
+                assert seconds <= bound, f"the run ended after {seconds:.1f} s, its bound is {bound:g} s"
+            except AssertionError as error:
+                self.violations.append(f"{config.run.id}: {kind}: {error}")
+                seconds = None
+            self.injected.append(Injected(kind, target, seconds))
+            self._say(f"{kind:<20}{target:<64}  {'NOT ENDED AS IT MUST' if seconds is None else f'ended in {seconds:.1f} s of {bound:g}'}")
+        if not self.violations:
+            self._forget(run)
+        self.seconds_left -= time.monotonic() - begun_at
+
+    def _forget(self, run: FaultRun) -> None:
+        """Delete a run that ended as it must: its topics, its objects, its files."""
+        try:
+            delete(run)
+        except AssertionError as error:
+            self.violations.append(f"{run.config.run.id}: {error}")
+            return
+        shutil.rmtree(run.folder)
+
+    def _settings(self, number: int, random: Random, link: Link | None, *, suffix: str = "", max_restarts: int = MAX_RESTARTS) -> RunConfig:
         over_link = {"bootstrap_servers": link.address, "request_timeout_seconds": LINK_REQUEST_SECONDS} if link else {}
+        lease = random.choice(["share_group", "share_group", "consumer_group"])
+        queue = {"lease": lease, "queue_partitions": 1 if lease == "share_group" else MAX_ROLLOUT}  # a worker without a partition gets no prompts
+        limits = {"max_restarts": max_restarts, "hung_seconds": self.slow_seconds / SLOW_FACTOR}
         tree = laid_over(
-            usual_tree(self.folder, f"soak-{self.seed}-{number}"),
+            usual_tree(self.folder, f"soak-{self.seed}-{number}{suffix}"),
             {
                 "run": MODES[number % len(MODES)] | {"num_steps": ENDLESS, "seed": random.randrange(2**31), "max_failed_groups": ENDLESS},
-                "broker": {"lease": random.choice(["share_group", "share_group", "consumer_group"])} | over_link,
-                "objects": {"inline_max_bytes": 60},  # so that the arrays of most samples travel by reference
-                "reward": {"function": f"{self.folder / 'reward.py'}:badly", "timeout_seconds": 2.0},
-                "workers": {"rollout": random.choice([1, 2]), "advantage": random.choice([1, 2]), "max_restarts": ENDLESS},
+                "broker": queue | over_link,
+                # All share one store; the arrays of most samples travel by reference.
+                "objects": {"uri": (self.folder / "bucket").as_uri(), "inline_max_bytes": 60},
+                "engine": {"name": f"{soak_plugins.__file__}:SoakedEngine"},
+                "trainer": {"backend": f"{soak_plugins.__file__}:SoakedTrainer"},
+                "reward": {"function": f"{self.folder / 'reward.py'}:as_told", "timeout_seconds": 2.0},
+                "workers": {"rollout": random.randint(1, MAX_ROLLOUT), "advantage": random.choice([1, 2])} | limits,
             },
         )
         return RunConfig.model_validate(tree)
@@ -134,19 +188,29 @@ class Soak:
         self._say(f"run {config.run.id} ended at its goal, {standing(ledger)}; {sizes(run)}")
 
     def _break(self, run: FaultRun, random: Random) -> None:
-        """Inject faults, every kind before any comes again, until this run's time is over."""
+        """Inject faults until this run's time is over, or with `meets_each` once each was injected."""
         begun_at = checked_at = time.monotonic()
         ends_at = begun_at + min(RUN_SECONDS, self.seconds_left)
-        possible = [kind for kind in self.kinds if run.link is not None or not FAULTS[kind].needs_link]
-        kinds: list[str] = []
-        while time.monotonic() < ends_at and not self.violations:
-            kinds = kinds or random.sample(possible, len(possible))
+        possible = self._chosen(lambda fault: not fault.ends_run and (run.link is not None or not fault.needs_link))
+        awaited = set(possible if self.meets_each else ())
+        while possible and (awaited or time.monotonic() < ends_at) and not self.violations:
+            kind = self._next_kind(possible, random)
+            awaited.discard(kind)
             run.follow_for(random.uniform(0.2, 3.0))
-            self._inject(run, kinds.pop(), random)
+            self._inject(run, kind, random)
             if time.monotonic() - checked_at > CHECK_SECONDS:
                 self._say(f"ledger on the running log: {standing(run.ledger())}")
                 checked_at = time.monotonic()
         self.seconds_left -= time.monotonic() - begun_at
+
+    def _next_kind(self, possible: list[str], random: Random) -> str:
+        """Draw a kind that this run can have: over all runs, each comes once before any comes again."""
+        if not any(kind in possible for kind in self.due):
+            drawn = [kind for kind in self._chosen(lambda fault: not fault.ends_run) if kind not in self.due]
+            self.due += random.sample(drawn, len(drawn))
+        kind = next(kind for kind in self.due if kind in possible)
+        self.due.remove(kind)
+        return kind
 
     def _inject(self, run: FaultRun, kind: str, random: Random) -> None:
         fault: Fault = FAULTS[kind]
@@ -154,13 +218,13 @@ class Soak:
         self._say(f"{kind} ...")
         target = fault.inject(run, random)
         try:
-            seconds: float | None = run.recovers_within(bound)
+            seconds: float | None = run.recovers_within(bound, is_stretched=False)
         except AssertionError as error:
             seconds = None
             self.violations.append(f"{run.config.run.id}: {kind} on {target}: not over it within {bound:g} s: {error}")
         self.injected.append(Injected(kind, target, seconds))
         recovered = "NOT RECOVERED" if seconds is None else f"recovered in {seconds:.1f} s"
-        self._say(f"{kind:<16}{target:<64}  {recovered} of {bound:g}, {run.state.num_steps} steps")
+        self._say(f"{kind:<20}{target:<64}  {recovered} of {bound:g}, {run.state.num_steps} steps")
 
     def _say(self, text: str) -> None:
         print(f"{time.monotonic() - self.started:7.1f} s  {text}", flush=True)
@@ -191,6 +255,16 @@ class Soak:
 
 
 @contextmanager
+def near_broker(folder: Path) -> Iterator[EmbeddedBroker]:
+    """Give a broker that runs start again by themselves, and end it whoever started it last."""
+    with EmbeddedBroker(folder) as broker:
+        try:
+            yield broker
+        finally:
+            broker.stop()
+
+
+@contextmanager
 def far_broker(folder: Path) -> Iterator[tuple[Node, Link]]:
     """Give a broker that a run reaches over a link, and others without it; nobody but a fault starts it again."""
     port, linked_port = choose_ports(2)
@@ -202,13 +276,12 @@ def finished(run: FaultRun) -> dict[str, Any]:
     """Have the run end some steps further on, at a goal; return the ledger's figures, which must balance, as the disk must be swept."""
     workers = run.worker_processes()
     run.process.send_signal(signal.SIGTERM)
-    run.until_ended(run.process, timeout_seconds=60)
-    run.until_gone(workers, timeout_seconds=60)
+    run.until_ended(run.process, timeout_seconds=60 * run.patience)
+    run.until_gone(workers, timeout_seconds=60 * run.patience)
     run.follow_for(1.0)
     num_steps = run.state.num_steps + LAST_STEPS
-    process = run.start("run", run.run_file, f"run.num_steps={num_steps}")
+    process = run.start("run", run.run_file, f"run.num_steps={num_steps}", "--accept-changes")
     code = run.until_ended(process)
-    run.broker.start()  # one that `relax run` had to start is stopped with it
     assert code == 0, f"the run was to end at step {num_steps}, it ended with exit code {code}"
     config = run.config = run.config.model_copy(update={"run": run.config.run.model_copy(update={"num_steps": num_steps})})
     left = sizes(run)
@@ -225,21 +298,13 @@ def standing(ledger: dict[str, Any]) -> str:
 
 def sizes(run: FaultRun) -> dict[str, int]:
     """Return what the run left on the disk: it must not grow with the number of steps, but for logs and samples by reference."""
-    files = {path: path.stat().st_size for path in run.folder.rglob("*") if path.is_file()}
+    files = {path: path.stat().st_size for folder in (run.folder, run.objects) for path in files_below(folder)}
     return {
-        "weight_versions": len(list((run.folder / "objects" / "weights").glob("*"))),
-        "checkpoints": len(list((run.folder / "objects" / "checkpoints").glob("*/*"))),
+        "weight_versions": len(list((run.objects / "weights").glob("*"))),
+        "checkpoints": len(list((run.objects / "checkpoints").glob("*/*"))),
         "log_bytes": sum(size for path, size in files.items() if path.suffix == ".log"),
         "disk_bytes": sum(files.values()),
     }
-
-
-def forget(run: FaultRun) -> None:
-    """Delete a run that ended well: its topics and its files."""
-    admin = Admin(run.connection)
-    admin.delete([spec.name for spec in run.plan.specs()])
-    admin.close()
-    shutil.rmtree(run.folder)
 
 
 def show(summary: dict[str, Any]) -> None:
@@ -258,13 +323,25 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=5.0, help="how long faults are injected; starting and ending comes on top")
     parser.add_argument("--seed", type=int, default=0, help="decides settings, faults and targets")
     parser.add_argument("--patience", type=float, default=1.0, help="multiplies every bound, for a machine that is busy with other things")
+    parser.add_argument("--slow-seconds", type=float, default=SLOW_SECONDS, help=f"how long a slow step takes, at least {LEAST_SLOW_SECONDS:g}")
+    parser.add_argument("--each", action="store_true", help="go on in each run until every kind of fault was injected, however long that takes")
     parser.add_argument("--fault", action="append", choices=sorted(FAULTS), help="a kind of fault to draw from; may be repeated; default: all")
     parser.add_argument("--summary", type=Path, help="write what was done and found to this file, as JSON")
     parser.add_argument("--folder", type=Path, help="where everything lies; default: a temporary folder, deleted unless something was found")
     arguments = parser.parse_args(words)
+    if arguments.slow_seconds < LEAST_SLOW_SECONDS:
+        parser.error(f"--slow-seconds must be >= {LEAST_SLOW_SECONDS:g}, got {arguments.slow_seconds:g}: others are paused for a quarter of that")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     folder: Path = arguments.folder or Path(tempfile.mkdtemp(prefix="relax-soak-"))
-    soak = Soak(folder.resolve(), arguments.seed, arguments.minutes, arguments.patience, arguments.fault or sorted(FAULTS))
+    soak = Soak(
+        folder.resolve(),
+        arguments.seed,
+        arguments.minutes,
+        arguments.patience,
+        arguments.slow_seconds,
+        arguments.each,
+        arguments.fault or sorted(FAULTS),
+    )
     try:
         soak.run()
     finally:

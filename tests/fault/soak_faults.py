@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import signal
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -10,16 +15,31 @@ from pathlib import Path
 from random import Random
 
 import psutil
-from harness import FaultRun
+from harness import FaultRun, command, environment
 from link import Link
 from poison import OVERSIZE_BYTES, poison_prompts, poison_samples
+from soak_plugins import ALWAYS, ERROR, SLOW_STEP, deaths_of
+from stage import PROMPTS
 
+from relax_events.broker.admin import Admin
 from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord
+from relax_events.config import RunConfig
 from relax_events.errors import BrokerRefused
 from relax_events.pipeline.failpoints import POINTS
 
+MAX_RESTARTS = 6
+"""`workers.max_restarts` of runs that must go on."""
+SLOW_FACTOR = 3
+"""How many times `workers.hung_seconds` a slow step takes."""
+CALLS = {"accumulate": "train a micro-batch", "step": "step the optimizer", "weights": "write weights"}
+"""Calls of the trainer that may be slow, with the name that its heartbeats give to them."""
+OBJECT_NAME = "[0-9a-f]{64}"
+NUM_HUNG = 3
+HANGING = "hanging_prompts"
+NEIGHBOUR_SECONDS = 180.0
 PAUSE_SECONDS = 7.5  # sessions of the run's consumer groups last 3 s, those of its share group 6 s
+DELETE_SECONDS = 60.0
 LOOK_SECONDS = 3.0  # after which a worker has met what was altered
 Inject = Callable[[FaultRun, Random], str]
 
@@ -33,6 +53,8 @@ class Fault:
     """By when the run must have gone on, on a machine that is busy with other things."""
     needs_link: bool = False
     """Whether only a run can have it that reaches its broker over a link."""
+    ends_run: bool = False
+    """Whether it ends its run, as it must: then it has a run of its own, and the bound is that of the end."""
 
 
 def kill_workers(run: FaultRun, random: Random) -> str:
@@ -108,7 +130,7 @@ def oversize(run: FaultRun, random: Random) -> str:
 
 def damage_objects(run: FaultRun, random: Random) -> str:
     """Alter or delete stored arrays that workers are about to read, for a while."""
-    objects = newest(run.folder / "objects" / "sha256", f"*/{'[0-9a-f]' * 64}", 12)  # none that is still being written
+    objects = newest(run.objects / "samples", "*/sha256/*/" + 64 * "[0-9a-f]", 12)  # none that is still being written
     assert objects, "no sample travels by reference"
     is_deleted = random.random() < 0.5
     originals = {path: path.read_bytes() for path in objects}
@@ -125,7 +147,7 @@ def damage_weights(run: FaultRun, random: Random) -> str:
     rollouts = [process.pid for worker_id, process in run.living().items() if worker_id.startswith("rollout")]
     with paused(*rollouts):
         run.follow_for(LOOK_SECONDS / 2)
-        (file,) = newest(run.folder / "objects" / "weights", "*/*.safetensors", 1)
+        (file,) = newest(run.objects / "weights", "*/*.safetensors", 1)
         data = file.read_bytes()
         file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     run.follow_for(LOOK_SECONDS)
@@ -163,6 +185,101 @@ def join_and_leave(run: FaultRun, random: Random) -> str:
     extra.send_signal(number)
     run.until_ended(extra)
     return f"{worker_id}, {number.name}"
+
+
+def slow_step(run: FaultRun, random: Random) -> str:
+    """Let one call of the trainer take longer than any worker may be silent; nobody may be taken for hung, or be started again."""
+    call, activity = random.choice(sorted(CALLS.items()))
+    seconds = SLOW_FACTOR * run.config.workers.hung_seconds
+    run.until(lambda: "trainer-0" in run.living() and run.is_ready("trainer-0"), "there is a trainer")
+    restarts = commanded_restarts(run), len(run.logged("run", "worker.died"))
+    pid, order = run.pid("trainer-0"), run.folder / SLOW_STEP
+    write_whole(order, f"{call} {seconds}")
+    run.until(lambda: not order.exists(), "the trainer is in the slow call")
+    ends_at, seen = time.monotonic() + seconds, set[str]()
+    while time.monotonic() < ends_at:
+        run.follow_for(0.2)
+        seen.add(run.state.workers["trainer-0"].activity)
+    run.until_steps(run.state.num_steps + 1)
+    assert activity in seen, f"the trainer's heartbeats named {sorted(seen)} while it was in {call!r} for {seconds:g} s, not {activity!r}"
+    assert run.pid("trainer-0") == pid, f"the trainer was started again for a slow {call!r}"
+    assert (commanded_restarts(run), len(run.logged("run", "worker.died"))) == restarts, f"workers were started again during a slow {call!r}"
+    return f"{activity}, {seconds:g} s of {run.config.workers.hung_seconds:g}"
+
+
+def hanging_verifier(run: FaultRun, random: Random) -> str:
+    """Let the reward hang on all samples of two prompts; their prompt groups fail with the reason, a few times over."""
+    prompts, order, known = random.sample(PROMPTS, 2), run.folder / HANGING, set(run.failures)
+    reason = f"took longer than {run.config.reward.timeout_seconds:g} s (reward.timeout_seconds)"
+
+    def failed() -> list[str]:
+        return [prompt_group_id for prompt_group_id, why in run.failures.items() if prompt_group_id not in known and reason in why]
+
+    deaths = len(run.logged("run", "worker.died"))
+    write_whole(order, "\n".join(prompts))
+    run.until(lambda: len(failed()) >= NUM_HUNG, f"{NUM_HUNG} prompt groups fail since the verifier hangs")
+    order.unlink()
+    assert len(run.logged("run", "worker.died")) == deaths, "a worker died of a verifier that hangs"
+    return f"{len(failed())} prompt groups"
+
+
+def crash_loop(run: FaultRun, random: Random) -> str:
+    """Let a worker die at every try, but fewer times than end the run."""
+    worker_id, num_deaths = random.choice(["rollout-0", "trainer-0"]), random.randint(2, MAX_RESTARTS // 2)
+    order, known = run.folder / deaths_of(worker_id), num_told_deaths(run)
+    write_whole(order, "x" * num_deaths)
+    run.until(lambda: not order.exists(), f"{worker_id} died {num_deaths} times")
+    run.until(lambda: num_told_deaths(run) == known + num_deaths, f"relax run has seen {worker_id} die {num_deaths} times")
+    return f"{worker_id}, {num_deaths} times"
+
+
+def endless_crash_loop(run: FaultRun, random: Random) -> str:
+    """Let a worker die at every try: the run must end with the worker's error, and without a process left."""
+    alone = run.config.workers.rollout == 1  # while another one generates, steps are committed, and the run goes on
+    worker_id = random.choice(["rollout-0", "trainer-0"]) if alone else "trainer-0"
+    write_whole(run.folder / deaths_of(worker_id), ALWAYS)
+    code = run.until_ended(run.process)
+    assert code == 1, f"the run was to end with exit code 1, got {code}"
+    run.follow_for(1.0)
+    max_restarts = run.config.workers.max_restarts
+    reason = f"{worker_id} died {max_restarts + 1} times in a row without a committed step: RuntimeError: {ERROR}; log: "
+    assert f"error: {reason}" in run.output.read_text(errors="replace"), f"the output does not say why the run ended: {reason}"
+    assert run.state.ended is not None, "the log does not say that the run ended"
+    assert run.state.ended.reason.startswith(reason), f"the log says {run.state.ended.reason!r}"
+    left = [process.cmdline() for process in run.worker_processes()]
+    assert left == [], f"processes of the run are left: {left}"
+    run.ledger()
+    return worker_id
+
+
+def shared_bucket(run: FaultRun, random: Random) -> str:
+    """Let a neighbour with the same `objects.uri` train, purge, prune and be deleted; neither may lose an object to the other."""
+    # This run purges nothing; names of another form are of objects that are still being written.
+    retained = {path: path.stat().st_size for path in files_below(run.objects / "samples") if re.fullmatch(OBJECT_NAME, path.name)}
+    with FaultRun(neighbour_of(run.config), run.broker, run.link) as neighbour:
+        neighbour.patience = run.patience
+        process, samples = neighbour.start(), neighbour.objects / "samples"
+
+        def has_purged() -> bool:
+            assert process.poll() is None, f"the neighbour ended with exit code {process.returncode}: {neighbour.output.read_text()[-2000:]}"
+            return bool(files_below(samples)) and not files_below(samples / "00000000")
+
+        run.until(has_purged, "the neighbour purges objects of its first version", timeout_seconds=NEIGHBOUR_SECONDS * run.patience)
+        process.send_signal(signal.SIGTERM)
+        run.until(lambda: process.poll() is not None, "the neighbour drains")
+        assert process.returncode == 128 + signal.SIGTERM, f"the neighbour ended with exit code {process.returncode}"
+        lost = [path for path, size in retained.items() if not path.exists() or path.stat().st_size != size]
+        assert lost == [], f"{len(lost)} objects of {run.config.run.id} went with a purge of {neighbour.config.run.id}: {lost[:3]}"
+        finished = stamps(neighbour.objects)
+        run.until_steps(run.state.num_steps + 2 * run.config.trainer.checkpoint_every)  # it prunes weights and checkpoints meanwhile
+        assert stamps(neighbour.objects) == finished, f"{run.config.run.id} altered objects of {neighbour.config.run.id}, which had ended"
+    processes = [run.process.pid, *(worker.pid for worker in run.worker_processes())]
+    with paused(*processes):
+        own = stamps(run.objects)
+        delete(neighbour)
+        assert stamps(run.objects) == own, f"deleting {neighbour.config.run.id} altered objects of {run.config.run.id}"
+    shutil.rmtree(neighbour.folder)
+    return f"{len(retained)} and {len(finished)} objects"
 
 
 def slow_link(run: FaultRun, random: Random) -> str:
@@ -216,11 +333,74 @@ FAULTS = {
     "drain-run": Fault(drain_run, 60.0),
     "crash-points": Fault(crash_points, 75.0),
     "join-and-leave": Fault(join_and_leave, 30.0),
+    "slow-step": Fault(slow_step, 45.0),
+    "hanging-verifier": Fault(hanging_verifier, 45.0),
+    "crash-loop": Fault(crash_loop, 75.0),
+    "endless-crash-loop": Fault(endless_crash_loop, 120.0, ends_run=True),
+    "shared-bucket": Fault(shared_bucket, 45.0),
     "slow-link": Fault(slow_link, 30.0, needs_link=True),
     "silent-link": Fault(silent_link, 45.0, needs_link=True),
     "cut-link": Fault(cut_link, 30.0, needs_link=True),
     "link-down": Fault(link_down, 45.0, needs_link=True),
 }
+
+
+def commanded_restarts(run: FaultRun) -> int:
+    """Return how often the health manager had a worker started again."""
+    events = [run.decode(record) for record in run.records("control.commands")]
+    return sum(bool(getattr(event, "arguments", {}).get("tier")) for event in events)
+
+
+def num_told_deaths(run: FaultRun) -> int:
+    """Return how many workers died since the soak told them to."""
+    return sum(ERROR in line["error"] for line in run.logged("run", "worker.died"))
+
+
+def neighbour_of(config: RunConfig) -> RunConfig:
+    """Return a run with the same store, which keeps little."""
+    run = config.run.model_copy(update={"id": f"{config.run.id}-neighbour", "retain_versions": config.run.max_staleness + 1})
+    trainer = config.trainer.model_copy(update={"checkpoint_every": 2})
+    return RunConfig.model_validate(config.model_dump(mode="json") | {"run": run.model_dump(mode="json"), "trainer": trainer.model_dump(mode="json")})
+
+
+def delete(run: FaultRun) -> None:
+    """Delete a run that has ended, as a person does, and see that its topics and objects are gone."""
+    words = command("runs", "delete", run.config.run.id, "--config", run.run_file, "--yes")
+    seconds = DELETE_SECONDS * run.patience
+    try:
+        ended = subprocess.run(words, cwd=run.folder, env=environment(), capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"relax runs delete did not end within {seconds:g} s") from None
+    assert ended.returncode == 0, f"relax runs delete ended with exit code {ended.returncode}: {ended.stdout}\n{ended.stderr}"
+    admin = Admin(run.connection)
+    try:
+        topics = sorted(admin.topics(run.plan.topic("")))
+    finally:
+        admin.close()
+    assert topics == [], f"topics of {run.config.run.id} are left: {topics}"
+    left = files_below(run.objects)
+    assert left == [], f"{len(left)} objects of {run.config.run.id} are left: {left[:3]}"
+
+
+def files_below(folder: Path) -> list[Path]:
+    """Return all files in a folder and its folders."""
+    return [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]  # it passes over what is deleted meanwhile
+
+
+def stamps(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Return size and time of writing of all files in a folder."""
+    found = {}
+    for path in files_below(folder):
+        with suppress(FileNotFoundError):  # deleted meanwhile
+            found[path] = path.stat().st_size, path.stat().st_mtime_ns
+    return found
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that nobody sees half of."""
+    unseen = path.with_name(f"{path.name}.new")
+    unseen.write_text(text)
+    unseen.replace(path)
 
 
 def linked(run: FaultRun) -> Link:
@@ -233,8 +413,8 @@ def restart(run: FaultRun, number: int) -> str:
     """End `relax run` by a signal, see its workers gone, and start it again."""
     workers = run.worker_processes()
     run.process.send_signal(number)
-    run.until_ended(run.process, timeout_seconds=60)
-    run.until_gone(workers, timeout_seconds=60)
+    run.until_ended(run.process, timeout_seconds=60 * run.patience)
+    run.until_gone(workers, timeout_seconds=60 * run.patience)
     run.start()
     return "relax run"
 

@@ -12,7 +12,8 @@ from harness import command, environment
 PROMPTS = [f"spell {word} backwards" for word in ("tea", "milk", "juice", "water", "coffee", "lemon", "cocoa", "cider")]
 # `spread`: over many values, so that nearly every prompt group of a random model has something to learn from, and the same wherever it is
 # computed. `slowly`: for tests that need time within a run on a machine of any speed. `badly`: what reward functions of users do now and
-# then. `hang_once`: on the first sample of a run, in whose folder it is called.
+# then. `hang_once`: on the first sample of a run, in whose folder it is called. `hang_on_milk`: on all samples of one prompt. `as_told`: on all
+# samples of the prompts that a file in the run's folder names, and `badly` otherwise.
 REWARDS = """
 import time
 import zlib
@@ -38,7 +39,22 @@ def hang_once(completion, *, answer, metadata, prompt):
     except FileExistsError:
         return slowly(completion, answer=answer, metadata=metadata, prompt=prompt)
     time.sleep(1000)
+
+def hang_on_milk(completion, *, answer, metadata, prompt):
+    if "milk" in prompt:
+        time.sleep(1000)
+    return spread(completion, answer=answer, metadata=metadata, prompt=prompt)
+
+def as_told(completion, *, answer, metadata, prompt):
+    try:
+        hanging = open("hanging_prompts").read().splitlines()
+    except FileNotFoundError:
+        hanging = ()
+    if any(one in prompt for one in hanging):
+        time.sleep(1000)
+    return badly(completion, answer=answer, metadata=metadata, prompt=prompt)
 """
+SLOW_SECONDS = 8.0
 # A judge's engine, `Grader`, which writes a score in place of what a random model writes. Engines that breathe and draw nothing any more:
 # `StuckOnce` for the first time in a run, in whose folder it is, `Stuck` whenever it gets so far.
 ENGINES = """
@@ -85,8 +101,11 @@ class StuckOnce(Stuck):
             self.marked = True
         return True
 """
-# A trainer whose gradients are infinite from step 3 on.
+# A trainer whose gradients are infinite from step 3 on; one that takes long over a micro-batch, an optimizer step and a copy of the weights; one
+# that never comes back from an optimizer step.
 TRAINERS = """
+import time
+
 import torch
 
 from relax_events.training.torch_backend import TorchBackend
@@ -94,9 +113,29 @@ from relax_events.training.torch_backend import TorchBackend
 class NotFinite(TorchBackend):
     def accumulate(self, samples):
         super().accumulate(samples)
-        if self.policy_version == 3:
+        if self.policy_version == 3 or self.policy_version >= 6:
             self._flat.gradients += torch.inf
-"""
+
+class Slow(TorchBackend):
+    def accumulate(self, samples):
+        if self.policy_version == 1:
+            time.sleep(SLOW_SECONDS)
+        super().accumulate(samples)
+
+    def step(self):
+        if self.policy_version == 1:
+            time.sleep(SLOW_SECONDS)
+        return super().step()
+
+    def weights(self):
+        if self.policy_version == 1:
+            time.sleep(SLOW_SECONDS)
+        return super().weights()
+
+class Hung(TorchBackend):
+    def step(self):
+        time.sleep(1000)
+""".replace("SLOW_SECONDS", f"{SLOW_SECONDS}")
 
 
 def lay_out(folder: Path) -> None:
@@ -116,7 +155,7 @@ def make_model(folder: Path) -> Path:
     }
     run_file = folder / "prepare.json"
     run_file.write_bytes(orjson.dumps(tree))
-    subprocess.run(command("models", "prepare", run_file), cwd=folder, env=environment(), timeout=100, check=True, capture_output=True)
+    subprocess.run(command("models", "prepare", run_file), cwd=folder, env=environment(), timeout=200, check=True, capture_output=True)
     return folder / "model"
 
 
@@ -127,11 +166,11 @@ def usual_tree(folder: Path, run_id: str) -> dict[str, dict[str, Any]]:
         "model": {"path": str(folder / "model")},
         "data": {"source": f"jsonl:{folder / 'prompts.jsonl'}"},
         "broker": {"session_timeout_seconds": 3.0, "request_timeout_seconds": 10.0},
-        "engine": {"max_context_tokens": 96, "max_running_samples": 64, "max_prompt_groups": 16, "sampling": {"max_new_tokens": 6}},
+        "engine": {"max_context_tokens": 96, "max_running_samples": 64, "max_prompt_groups": 16, "threads": 1, "sampling": {"max_new_tokens": 6}},
         "reward": {"function": f"{folder / 'reward.py'}:slowly"},
         "algorithm": {"kl_coefficient": 0.001, "old_logprobs": "actor"},
-        "trainer": {"checkpoint_every": 5},
-        "workers": {"beat_seconds": 0.2},
+        "trainer": {"checkpoint_every": 5, "learning_rate": 1e-3, "threads": 1},
+        "workers": {"beat_seconds": 0.2, "drain_seconds": 20.0},
         "scaling": {"api": "off"},
     }
 

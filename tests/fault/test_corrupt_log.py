@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from disk import BatchOnDisk, batches
-from harness import BROKER_SECONDS, FaultRun, assert_books_balance
+from harness import BROKER_SECONDS, PATIENCE_SECONDS, FaultRun, assert_books_balance
 from node import Node, choose_ports
 
 from relax_events.broker.admin import Admin
@@ -49,12 +49,16 @@ def test_altered_samples_are_never_trained_and_their_prompt_groups_fail(start_ru
     readers = [worker_id for worker_id in run.worker_ids if worker_id.startswith(READERS)]
     run.signal(signal.SIGSTOP, *readers)
     before = {partition: batch.last for partition, batch in newest_batches(broker, topic, num_partitions).items()}
+
+    def unread() -> dict[int, BatchOnDisk]:
+        after = newest_batches(broker, topic, num_partitions)
+        return {partition: batch for partition, batch in after.items() if batch.first > before.get(partition, -1)}
+
+    run.until(lambda: bool(unread()), "rollout workers went on")
     run.follow_for(PILE_UP_SECONDS)
     broker.stop()  # in good order: after a kill it would cut an altered batch off the segment that it still writes
-    after = newest_batches(broker, topic, num_partitions)
-    unread = {partition: batch for partition, batch in after.items() if batch.first > before.get(partition, -1)}
-    assert unread, "rollout workers went on"
-    for batch in unread.values():
+    altered = unread()
+    for batch in altered.values():
         batch.flip_a_bit()
     broker.start()
     run.signal(signal.SIGCONT, *readers)
@@ -62,10 +66,10 @@ def test_altered_samples_are_never_trained_and_their_prompt_groups_fail(start_ru
 
     assert run.until_ended(run.process) == 0
     ledger = assert_books_balance(run)
-    assert ledger["records_unreadable"] == sum(batch.last - batch.first + 1 for batch in unread.values()), "the ledger counts the gap"
-    assert ledger["outcomes"]["failed"] >= len(unread)
+    assert ledger["records_unreadable"] == sum(batch.last - batch.first + 1 for batch in altered.values()), "the ledger counts the gap"
+    assert ledger["outcomes"]["failed"] >= len(altered)
     met = [line for worker_id in readers for line in run.logged(worker_id, "record_batch.damaged")]
-    assert {(line["partition"], line["offset"]) for line in met} == {(partition, batch.first) for partition, batch in unread.items()}
+    assert {(line["partition"], line["offset"]) for line in met} == {(partition, batch.first) for partition, batch in altered.items()}
     codes = {line["code"] for line in run.logged("run", "worker.died")}
     assert codes <= {-signal.SIGABRT}, "only the client library may stumble, over what it takes for records behind a damaged batch"
 
@@ -82,7 +86,7 @@ def test_run_with_an_altered_decision_is_not_taken_up(start_run: Callable[..., F
     first = run.start()
     run.until_steps(4)
     first.send_signal(signal.SIGTERM)
-    first.wait(60)
+    first.wait(PATIENCE_SECONDS)
     topic = run.plan.topic("control.train-steps")
     broker.stop()
     altered = next(batches(broker.data / f"{topic}-0"))
@@ -91,7 +95,7 @@ def test_run_with_an_altered_decision_is_not_taken_up(start_run: Callable[..., F
     broker.start()
 
     second = run.start()
-    assert second.wait(90) == 3
+    assert second.wait(PATIENCE_SECONDS) == 3
     complaint = run.output.read_text()
     assert f"record {topic}[0]@{altered.first} fails its checksum" in complaint
     assert "restore the partition from a replica" in complaint

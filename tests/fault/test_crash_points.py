@@ -79,7 +79,7 @@ def test_run_ends_by_itself_when_workers_kill_themselves_at(points: tuple[str, .
         teacher={"model_path": str(directory / "model")} if is_taught else {},
         trainer={"checkpoint_every": 3},
         weights={"transport": "gloo", "bucket_bytes": 4096, "overlap": True} if is_broadcast else {},
-        workers={"advantage": 2},
+        workers={"advantage": 2, "max_restarts": len(points)},
         **{"reward": {"function": f"{directory / 'reward.py'}:badly", "timeout_seconds": 1.0}} | judged,
     )
     armed = [f"{point}=kill" for point in points]
@@ -108,7 +108,7 @@ def assert_evaluated_once(run: FaultRun) -> None:
 def assert_broadcast_again(run: FaultRun) -> None:
     """Assert that engine and trainer came together again after each of them had died, and that every life of the engine began by the store."""
     codec = EventCodec()
-    lists = [event for record in run.records("control.policy-versions") if isinstance(event := codec.decode(record.value), EnginesEnlisted)]
+    lists = [event for record in run.records("control.engines") if isinstance(event := codec.decode(record.value), EnginesEnlisted)]
     assert [told.list_version for told in lists] == list(range(1, len(lists) + 1))
     assert len({told.ticket for told in lists}) == 2, "of two trainers"
     starts = [line["timestamp"] for line in run.logged("rollout-0", "worker.started")]

@@ -16,7 +16,7 @@ from relax_events.topics import TopicSpec
 
 
 def test_run_ends_by_itself_when_broker_and_workers_are_killed(start_run: Callable[..., FaultRun]) -> None:
-    run = start_run(run={"num_steps": 24})
+    run = start_run(run={"num_steps": 30})
     process = run.start()
     run.until_steps(5)
     killed = run.kill(*run.worker_ids)
@@ -42,7 +42,7 @@ def test_a_killed_workers_place_is_free_although_the_broker_was_killed_too(direc
             assert next_line(member) == "assigned"
             node.kill()
             member.kill()
-            member.wait(10)
+            member.wait(60)
         node.spawn()
         assert evict_predecessors(connection, group) == 1, "it waited for the broker, and for the group to be read"
         assert evict_predecessors(connection, group) == 0

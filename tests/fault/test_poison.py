@@ -13,6 +13,7 @@ from poison import CODEC, STRANGE, poison_prompts, poison_samples, poisoned
 
 from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord
+from relax_events.errors import ForeignRecord, PoisonSample
 from relax_events.events.types import PromptGroupEnded
 
 SCORERS = ("reward", "reference", "actor-forward", "advantage")
@@ -47,6 +48,8 @@ def test_poison_is_dead_lettered_and_the_run_goes_on(start_run: Callable[..., Fa
     for role in (*SCORERS, "trainer"):
         letters = run.records(f"{role}.dead-letters")
         found = Counter(letter.headers["error-class"] for letter in letters)
+        if role == "trainer":  # it knows that nobody issued such a prompt group, before it looks at the numbers
+            found[PoisonSample.__name__] += found[ForeignRecord.__name__]
         assert all(found[name] >= count for name, count in expected.items()), (role, found)
         assert all(letter.headers["error-text"] and letter.headers["origin-offset"].isdigit() for letter in letters)
     assert len(run.records("rollout.dead-letters")) == num_prompts

@@ -8,11 +8,13 @@ import pytest
 from harness import FaultRun, assert_books_balance
 
 from relax_events.broker.admin import Admin
+from relax_events.objects import ObjectStore
+from relax_events.objects.version_objects import stored_versions
 
 
 @pytest.mark.long
 def test_run_recovers_when_old_versions_were_purged(start_run: Callable[..., FaultRun]) -> None:
-    run = start_run(run={"num_steps": 24, "retain_versions": 3}, trainer={"checkpoint_every": 2})
+    run = start_run(run={"num_steps": 24, "retain_versions": 3}, trainer={"checkpoint_every": 2}, objects={"inline_max_bytes": 60})
     process = run.start()
     admin = Admin(run.connection)
     topics = [run.plan.topic(entity) for entity in ("advantage.samples", "rollout.samples", "prompt.groups")]
@@ -35,3 +37,6 @@ def test_run_recovers_when_old_versions_were_purged(start_run: Callable[..., Fau
     assert all(line["identical"] for line in run.logged("trainer-0", "train_steps.replayed"))
     assert run.logged("trainer-0", "checkpoint.loaded")
     assert run.logged("controller-0", "records.purged")
+    assert run.logged("controller-0", "objects.purged")
+    versions = stored_versions(ObjectStore.open(run.config.objects_uri))
+    assert versions[0] > 0, "arrays of versions that were purged are gone"

@@ -1,4 +1,4 @@
-"""A sync run repeats bit for bit, also when its trainer dies: recorded batches are trained again from the log, nothing is generated again."""
+"""A sync run that computes samples one at a time repeats bit for bit, also when its trainer dies: recorded batches are trained again from the log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import pytest
 from harness import WORKER_SECONDS, FaultRun, assert_books_balance
 
 STEPS = 14
-SYNC: dict[str, Any] = {"run": {"num_steps": STEPS, "mode": "sync", "max_staleness": 0, "seed": 7}}
+SYNC: dict[str, Any] = {
+    "run": {"num_steps": STEPS, "mode": "sync", "max_staleness": 0, "seed": 7},
+    "engine": {"max_running_samples": 1},
+    "trainer": {"max_tokens_per_micro_batch": 1},
+}
+"""No sample shares a computation with another one, so whatever order records arrive in, every run repeats the same ones."""
 
 
 @pytest.mark.long

@@ -27,7 +27,7 @@ def test_second_rollout_worker_takes_work_within_five_seconds_and_leaves_none(st
     run.until(lambda: run.num_taken("rollout-1") > 0, "it has taken prompt groups")
     working_at = run.state.workers["rollout-1"].beat_at
     print(f"ready {(ready_at - started_at) / 1e6:.1f} s after the start of the process, at work {(working_at - ready_at) / 1e6:.2f} s later")
-    assert working_at - ready_at < 5_000_000
+    assert working_at - ready_at < 5_000_000 * run.slowness()
     run.until(lambda: run.state.workers["rollout-1"].num_processed > 0, "it has written samples")
 
     run.signal(signal.SIGSTOP, "trainer-0")  # so that the run is not over before the worker has left

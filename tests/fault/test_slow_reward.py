@@ -29,3 +29,17 @@ def test_hanging_reward_costs_one_prompt_group(start_run: Callable[..., FaultRun
     assert f"took longer than {TIMEOUT_SECONDS:g} s (reward.timeout_seconds)" in failed.reason
     assert len(run.logged("reward-0", "worker.started")) == 1
     assert not run.logged("reward-0", "partitions.lost")
+
+
+@pytest.mark.long
+def test_prompt_whose_samples_all_hang_the_verifier_fails_and_never_ends_the_run(start_run: Callable[..., FaultRun], directory: Path) -> None:
+    """Its verdicts together take longer than a worker may be silent; each alone does not."""
+    reward = {"function": f"{directory / 'reward.py'}:hang_on_milk", "timeout_seconds": 2.0, "processes": 1}
+    workers = {"beat_seconds": 0.2, "hung_seconds": 10.0}
+    health = {"backoff_seconds": 0.5, "max_restarts": 1, "max_restores": 0}
+    sections = {"run": {"num_steps": 2, "samples_per_prompt": 8}, "algorithm": {"kl_coefficient": 0.0, "old_logprobs": "rollout"}}
+    run = start_run(**sections, reward=reward, workers=workers, health=health)
+    run.start()
+    assert run.until_ended(run.process) == 0
+    assert assert_books_balance(run)["outcomes"]["failed"] >= 1
+    assert [line["worker_id"] for line in run.logged("run", "worker.spawned")].count("reward-0") == 1

@@ -19,7 +19,7 @@ POINT = "reward.before_commit:3=stop"
 
 @pytest.mark.long
 def test_stale_commit_is_refused_and_its_work_is_done_again(start_run: Callable[..., FaultRun]) -> None:
-    run = start_run(run={"num_steps": 24}, workers={"reward": 2}, telemetry={"log_level": "debug"})
+    run = start_run(run={"num_steps": 36}, workers={"reward": 2}, telemetry={"log_level": "debug"})
     run.arm(POINT)
     run.start()
     run.until(lambda: run.fired() == {mark_of(POINT)}, "one of the reward workers stops")

@@ -51,7 +51,7 @@ def talk(ranks):
 
 
 def diverge(ranks, model_path):
-    """Give rank 1 alone a sample that breaks the loss; tell what each rank raised, and how many samples the next step has."""
+    """Give rank 1 alone a sample that breaks the loss, so that all skip; tell what each rank raised, and how many samples the next step has."""
     backend = TorchBackend(run_config(model_path), ranks=ranks)
     samples = make_samples(4, seed=1, model_path=model_path)
     far = np.where(samples[3].loss_mask, np.float32(3e38), np.float32(0))
@@ -61,6 +61,7 @@ def diverge(ranks, model_path):
         backend.step()
     except RelaxError as error:
         raised = str(error)
+        backend.skip_step()
     backend.accumulate(samples)
     num_samples = backend.step().num_samples
     return [text.decode() for text in ranks.all_gather_bytes(raised.encode())], num_samples

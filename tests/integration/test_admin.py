@@ -40,7 +40,7 @@ def test_applied_topics_are_those_of_the_plan(admin: Admin, apply_run: Callable[
     for topic in plan.sample_topics():
         assert (found[topic].num_partitions, found[topic].settings["compression.type"]) == (12, "zstd")
     assert found[plan.topic("prompt.groups")].num_partitions == 5
-    assert found[plan.topic("control.heartbeats")].settings["cleanup.policy"] == "compact"
+    assert found[plan.topic("control.heartbeats.trainer")].settings["cleanup.policy"] == "compact"
     for state in found.values():
         assert (state.settings["message.timestamp.type"], state.replication_factor) == ("LogAppendTime", 1)
 

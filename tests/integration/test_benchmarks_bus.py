@@ -59,7 +59,7 @@ def test_our_side_brings_every_sample_to_every_reader_however_it_is_put(side: Si
     assert [one.num_lost for one in results] == [0, 0, 0]
     assert results[2].samples_per_second < 128 / (127 / 100)  # the last is put 1.27 s after the first, at the earliest
     assert all(0 < one.p50_ms <= one.p99_ms for one in results)
-    assert all(one.samples_per_second > 0 and one.cpu_seconds_per_1000 > 0 for one in results)
+    assert all(one.samples_per_second > 0 and one.cpu_seconds_per_1000 >= 0 for one in results)
 
 
 @pytest.mark.long

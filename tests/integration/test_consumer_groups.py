@@ -60,6 +60,30 @@ def test_member_reads_all_records_in_order_when_it_is_alone(
     consumer.close()
 
 
+def test_member_that_is_paused_takes_nothing_gives_partitions_back_and_goes_on(
+    connection: Connection, producer: RecordProducer, make_topic: MakeTopic, make_group: MakeGroup
+) -> None:
+    topic, group = make_topic("work", 2), make_group("reward")
+    paused = GroupConsumer(connection, consumer_group=group, topics=[topic])
+    turn_until(lambda: partitions_of(paused, topic) == {0, 1}, lambda: paused.fetch(timeout_seconds=0.1))
+    paused.pause()
+    fill(producer, topic, [b"a"] * 3)
+    fill(producer, topic, [b"b"] * 3, partition=1)
+    other, taken = GroupConsumer(connection, consumer_group=group, topics=[topic]), list[Record]()
+
+    def turn() -> None:
+        assert paused.fetch(timeout_seconds=0.1) == []
+        taken.extend(other.fetch(timeout_seconds=0.1))
+
+    turn_until(lambda: len(partitions_of(paused, topic)) == len(partitions_of(other, topic)) == 1 and len(taken) == 3, turn)
+    other.close()
+    turn_until(lambda: partitions_of(paused, topic) == {0, 1}, lambda: paused.fetch(timeout_seconds=0.1))
+    assert paused.fetch(timeout_seconds=0.5) == [], "a partition that comes while it is paused is paused too"
+    paused.resume()
+    assert len(fetch_until(paused, lambda records: len(records) == 6)) == 6
+    paused.close()
+
+
 def test_lag_of_a_member_is_what_it_has_not_fetched(
     connection: Connection, producer: RecordProducer, make_topic: MakeTopic, make_group: MakeGroup
 ) -> None:

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import queue
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from broker_steps import TIMEOUT_SECONDS, turn_until
-from event_samples import ended, published, rolled_out
+from event_samples import committed, ended, published, rolled_out
 
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import LogReader
 from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
-from relax_events.errors import CorruptRecord
+from relax_events.errors import ClientFailed, ConfigError, CorruptRecord, PoisonSample
 from relax_events.events.codec import EventCodec
-from relax_events.events.parts import Command, Outcome, StoredArray
-from relax_events.events.types import Event, PromptGroupEnded, RunCommanded, SampleRolledOut, WorkerBeat
+from relax_events.events.parts import Command, Outcome, StoredArray, WorkerState
+from relax_events.events.types import Event, MetricsReported, PolicyVersionPublished, PromptGroupEnded, RunCommanded, SampleRolledOut, WorkerBeat
 from relax_events.objects import ObjectStore
+from relax_events.objects.marker import claim
 from relax_events.pipeline.control import ControlFollower
 from relax_events.pipeline.worker import Worker
 from relax_events.topics import TopicPlan
-from workers.opening import StoreClaimCheck
+from workers.opening import StoreClaimCheck, open_store, open_worker
 
 CODEC = EventCodec()
 
@@ -66,6 +69,23 @@ def next_of(inbox: queue.SimpleQueue[Event], count: int) -> list[Event]:
     return [inbox.get(timeout=TIMEOUT_SECONDS) for _ in range(count)]
 
 
+def test_follower_that_stopped_reads_what_was_committed_before(connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None]) -> None:
+    follower = ControlFollower(connection, plan, EventCodec(), also=["control.group-outcomes"])
+    heard: list[Event] = []
+    follower.start(heard.append)
+    try:
+        follower.stop()
+        tell("control.policy-versions", published(0))
+        tell("control.group-outcomes", ended("000000-0000-0", Outcome.FAILED))
+        assert heard == []
+        follower.read_rest()
+        assert {type(event) for event in heard} == {PolicyVersionPublished, PromptGroupEnded}
+        follower.read_rest()
+        assert len(heard) == 2
+    finally:
+        follower.close()
+
+
 def test_follower_tells_history_then_live_in_log_order(connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None]) -> None:
     for version in (0, 1):
         tell("control.policy-versions", published(version))
@@ -101,6 +121,37 @@ def test_follower_wakes_who_waits_for_a_version(connection: Connection, plan: To
     follower.close()
 
 
+def test_sample_of_a_version_that_was_never_published_is_refused_without_waiting(
+    worker: Worker, tell: Callable[[str, Event], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell("control.policy-versions", published(0))
+    worker.follow()
+    turn_until(lambda: worker.control.policy_version == 0)
+    waited: list[int] = []
+    wait = worker.control.wait_for_version
+    monkeypatch.setattr(worker.control, "wait_for_version", lambda version, **how: waited.append(version) or wait(version, **how))
+    for version in (7, 8, 9):
+        with pytest.raises(PoisonSample, match=rf"is of policy version {version}, which was never published; the newest is 0"):
+            worker.await_published(version)
+    assert waited == []
+    tell("control.policy-versions", published(1))
+    worker.await_published(1)  # whether or not the follower has read it
+    assert worker.control.policy_version == 1
+
+
+def test_version_that_the_follower_has_not_read_is_found_on_the_log(
+    connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None]
+) -> None:
+    tell("control.policy-versions", published(0))
+    follower = ControlFollower(connection, plan, EventCodec())
+    assert not follower.is_published(1)
+    for version in (1, 2):
+        tell("control.policy-versions", published(version))
+        assert [follower.is_published(version), follower.is_published(version + 1)] == [True, False]
+    assert follower.policy_version == 0, "its thread has not begun"
+    follower.close()
+
+
 def test_follower_goes_on_when_a_control_record_is_corrupt(
     connection: Connection, producer: RecordProducer, plan: TopicPlan, tell: Callable[[str, Event], None]
 ) -> None:
@@ -110,6 +161,48 @@ def test_follower_goes_on_when_a_control_record_is_corrupt(
     follower = ControlFollower(connection, plan, EventCodec())
     assert follower.policy_version == 0
     follower.close()
+
+
+def test_follower_takes_nothing_that_its_writer_may_not_say(
+    connection: Connection, plan: TopicPlan, producer: RecordProducer, tell: Callable[[str, Event], None]
+) -> None:
+    """Reward may write its own heartbeats and metrics; so nothing counts there but what they say of its own workers."""
+    idle: dict[str, Any] = {"host": "h", "pid": 1, "state": WorkerState.IDLE, "num_processed": 0, "num_in_flight": 0, "last_progress_at": 0}
+    named = (("trainer-0", "trainer"), ("trainer-0", "reward"), ("reward-0", "reward"))
+    beats = [WorkerBeat(worker_id=name, role=role, **idle) for name, role in named]
+    for event in (*beats, committed(7), ended("000001-0002-0"), RunCommanded(command=Command.STOP, reason="forged"), published(9)):
+        producer.write([OutRecord(plan.topic("control.heartbeats.reward"), CODEC.encode(event), key="reward-0")])
+    forged = MetricsReported(worker_id="trainer-0", role="trainer", values={"steps_not_finite": 1.0})
+    for event in (forged, beats[2]):
+        tell("control.metrics.reward", event)
+    follower = ControlFollower(connection, plan, EventCodec(), also=["control.heartbeats.reward", "control.metrics.reward"])
+    heard: list[Event] = []
+    follower.start(heard.append)
+    assert (heard, follower.policy_version) == ([beats[2]], -1)
+    follower.close()
+
+
+def test_honest_schema_can_be_neither_blanked_nor_overwritten(
+    connection: Connection, plan: TopicPlan, producer: RecordProducer, worker: Worker
+) -> None:
+    topic, published_form = plan.topic("control.schemas"), worker.codec.published_form()
+    forged = next(schema for name, schema in published_form.items() if b"WorkerBeat" in schema)
+    keys = [name.hex() for name in published_form]
+    producer.write(OutRecord(topic, value, key=key) for key in keys for value in (b"", forged, b"{}"))
+    first = {}
+    for record in read(connection, topic):
+        first.setdefault(record.key, record.value)
+    assert first == {name.hex(): schema for name, schema in published_form.items()}
+    follower = ControlFollower(connection, plan, codec := EventCodec())
+    assert codec.decode(worker.codec.encode(ended())) == ended()
+    assert all(follower.has_schema(name, schema) for name, schema in published_form.items())
+    follower.close()
+
+
+def test_worker_that_starts_again_publishes_no_schema_twice(worker: Worker, config: RunConfig, connection: Connection, plan: TopicPlan) -> None:
+    before = len(read(connection, plan.topic("control.schemas")))
+    with Worker("reward", config, claim_check=worker._claim_check, index=4):
+        assert len(read(connection, plan.topic("control.schemas"))) == before == len(worker.codec.published_form())
 
 
 def test_worker_pauses_and_resumes_when_it_is_meant(worker: Worker, tell: Callable[[str, Event], None]) -> None:
@@ -128,8 +221,8 @@ def test_worker_publishes_its_schemas_and_beats(worker: Worker, connection: Conn
     assert published_schemas == {name.hex(): schema for name, schema in worker.codec.published_form().items()}
     worker.beats.progress(5, seconds=0.1)
     worker.beats.num_in_flight = 2
-    turn_until(lambda: len(read(connection, plan.topic("control.heartbeats"))) >= 2, lambda: worker.tick(working=True))
-    beat = CODEC.decode(read(connection, plan.topic("control.heartbeats"))[-1].value)
+    turn_until(lambda: len(read(connection, plan.topic("control.heartbeats.reward"))) >= 2, lambda: worker.tick(working=True))
+    beat = CODEC.decode(read(connection, plan.topic("control.heartbeats.reward"))[-1].value)
     assert isinstance(beat, WorkerBeat)
     assert (beat.worker_id, beat.role, beat.num_processed, beat.num_in_flight) == ("reward-3", "reward", 5, 2)
 
@@ -152,6 +245,26 @@ def test_worker_drains_or_ends_when_it_is_meant(worker: Worker, tell: Callable[[
     assert (exits, worker.drain.requested) == ([8], False)
     tell("control.commands", RunCommanded(command=Command.DRAIN, role="reward", worker_id="reward-3", reason="scaled down"))
     assert worker.drain.wait(TIMEOUT_SECONDS)
+
+
+def test_worker_whose_follower_fails_ends_with_the_reason(worker: Worker, tell: Callable[[str, Event], None]) -> None:
+    def fail(event: Event) -> None:
+        raise ZeroDivisionError(f"of {type(event).__name__}")
+
+    worker.follow(fail)
+    tell("control.policy-versions", published(0))
+    with pytest.raises(ClientFailed, match=r"follows the control log ended with ZeroDivisionError: of PolicyVersionPublished; this process must"):
+        turn_until(lambda: False, lambda: worker.tick(working=True))
+
+
+def test_worker_whose_follower_has_a_broken_client_ends_with_the_reason(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(*_: object, **__: object) -> list[Record]:
+        raise ClientFailed("reading control.commands: _FATAL the client is of no use any more")
+
+    monkeypatch.setattr(worker.control._reader, "fetch", fetch)
+    worker.follow()
+    with pytest.raises(ClientFailed, match="the client is of no use any more"):
+        turn_until(lambda: False, lambda: worker.tick(working=True))
 
 
 def test_dead_letter_keeps_the_record_untouched(worker: Worker, producer: RecordProducer, connection: Connection, plan: TopicPlan) -> None:
@@ -181,7 +294,6 @@ def test_worker_learns_a_schema_that_was_published_after_its_start(worker: Worke
     """A newer writer, whose samples have a field more, publishes its schema before its first record."""
     import copy
     import io
-    import json
 
     import fastavro
 
@@ -225,10 +337,20 @@ def test_tombstone_goes_into_the_newest_versions_slot(worker: Worker, plan: Topi
     tell("control.policy-versions", published(5))
     assert worker.control.wait_for_version(5, timeout_seconds=TIMEOUT_SECONDS)
     record = worker.tombstone("000004-0002-1", Outcome.FAILED, "engine: no", policy_version=3)
-    assert record.partition in plan.partitions_of_version(5)
+    assert (plan.entity(record.topic), record.partition in plan.partitions_of_version(5)) == ("prompt.end-requests", True)
     event = CODEC.decode(record.value)
     assert isinstance(event, PromptGroupEnded)
     assert (event.train_step, event.group_index, event.attempt, event.policy_version, event.trainer_version) == (4, 2, 1, 3, 5)
     assert not worker.is_expired(4)
     assert worker.is_expired(3)
     assert not worker.is_expired(None)
+
+
+def test_worker_of_a_namesake_on_another_cluster_is_refused_before_it_writes(config: RunConfig, connection: Connection, plan: TopicPlan) -> None:
+    follower = ControlFollower(connection, plan, EventCodec())
+    assert len(follower.cluster_id) == 22, "Kafka's ids are UUIDs in base64"
+    follower.close()
+    claim(open_store(config), run_id=config.run.id, cluster_id="another-cluster")
+    text = rf"belongs to run {config.run.id} of Kafka cluster another-cluster, and this is a run of that name on cluster {follower.cluster_id}"
+    with pytest.raises(ConfigError, match=text), open_worker("reward", config, index=0):
+        pytest.fail("it went to work")

@@ -17,7 +17,7 @@ from written_run import CODEC, WrittenRun
 from relax_events.broker.admin import Admin
 from relax_events.config import RunConfig
 from relax_events.control.topics.purger import PurgeBooks, Purger
-from relax_events.errors import ConfigError, RunFailed
+from relax_events.errors import ConfigError, RunFailed, StepNotFinite
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import TrainStepCommitted
 from relax_events.models.tiny import make_tiny
@@ -72,6 +72,20 @@ def train_steps(run: WrittenRun, first: int, last: int, **changes: Any) -> list[
             weights_digest=bytes([step]) * 32,
         ))  # fmt: skip
     return steps
+
+
+def test_critic_skips_the_update_of_a_step_that_is_not_finite_and_ends_after_several_in_a_row(run: WrittenRun, tmp_path: Path) -> None:
+    far = np.array([0, 0, 3e38, 3e38], np.float32)
+    train_steps(run, 0, 1)
+    with learning(run, tmp_path) as (critic, _, _):
+        first = {name: tensor.clone() for name, tensor in critic.state().tensors.items()}
+    train_steps(run, 1, 3, advantages=far)
+    with learning(run, tmp_path) as (critic, _, _):
+        assert critic.policy_version == 3
+        assert all(torch.equal(tensor, first[name]) for name, tensor in critic.state().tensors.items())
+    train_steps(run, 3, 4, advantages=far)
+    with pytest.raises(StepNotFinite, match="train step 3: the critic's loss and gradient must be finite"), learning(run, tmp_path):
+        pass
 
 
 @contextmanager

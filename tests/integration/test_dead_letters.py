@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from broker_steps import TIMEOUT_SECONDS, turn_until
 from event_samples import ready, rolled_out, scored
@@ -20,7 +21,9 @@ from relax_events.config import RunConfig
 from relax_events.control.dead_letters import DeadLetter, Selection, drop, read_letter, read_letters, requeue
 from relax_events.control.run_log import RunLog
 from relax_events.errors import ConfigError, CorruptRecord, PoisonSample, RelaxError
-from relax_events.events.types import SampleReady
+from relax_events.events.codec import EventCodec
+from relax_events.events.parts import Outcome
+from relax_events.events.types import PromptGroupEnded, SampleReady
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.worker import Worker
 from relax_events.training.assembly import GroupAssembler
@@ -130,10 +133,32 @@ def test_forged_letter_writes_nothing(written: WrittenRun, dead_letter: Callable
     dead_letter("reward", "rollout.samples", PoisonSample("no good"))
     headers = {"origin-topic": written.plan.topic("control.train-steps"), "origin-partition": "0", "origin-offset": "0"}
     written.producer.write([OutRecord(written.plan.topic("reward.dead-letters"), b"forged", headers=headers)])
-    with pytest.raises(ConfigError, match=r"dead letter reward@1 says that it came from .*control\.train-steps\[0\]@0: records go back to"):
+    with pytest.raises(ConfigError, match=r"dead letter reward@1 says that it came from .*control\.train-steps\[0\]@0: records of reward go back to"):
         requeue_all(written)
     assert len(records_of(written, "rollout.samples")) == 1
     assert letters_of(written)[0].resolution == ""
+
+
+@pytest.mark.parametrize(
+    ("entity", "offset", "text"),
+    [
+        ("rollout.samples", 0, r"dead letter reward@1 holds other bytes than .*rollout\.samples\[0\]@0, where it says that it came from; drop it"),
+        ("rollout.samples", 7, r"can't be read, so nothing proves them: record .*rollout\.samples\[0\]@7 does not exist.*; drop them"),
+        ("advantage.samples", 0, r"dead letter reward@1 says that it came from .*: records of reward go back to rollout\.samples; drop it"),
+    ],
+)
+def test_operator_writes_nothing_that_a_role_has_forged(
+    written: WrittenRun, dead_letter: Callable[..., None], entity: str, offset: int, text: str
+) -> None:
+    """The operator may write every topic, and reward only its own: a letter must not carry its bytes across."""
+    written.write_sample("rollout.samples", rolled_out(GROUP))
+    dead_letter("reward", "rollout.samples", PoisonSample("no good"))
+    headers = {"origin-topic": written.plan.topic(entity), "origin-partition": "0", "origin-offset": str(offset)}
+    forged = EventCodec().encode(rolled_out(GROUP, tokens=np.array([6, 6, 6, 6], np.int32)))
+    written.producer.write([OutRecord(written.plan.topic("reward.dead-letters"), forged, key=GROUP, headers=headers)])
+    with pytest.raises(ConfigError, match=text):
+        requeue_all(written)
+    assert (len(records_of(written, "rollout.samples")), records_of(written, "advantage.samples")) == (1, [])
 
 
 @pytest.fixture
@@ -186,7 +211,10 @@ def test_requeued_records_of_a_prompt_group_that_ended_are_harmless(
         written.publish(3)
         await_consumed(written, admin, "rollout.samples")
     assert len(records_of(written, "rollout.samples")) == 6
-    assert len(records_of(written, "advantage.samples")) == made, "nothing is made twice, and nothing ends twice"
+    events = [EventCodec().decode(record.value) for record in records_of(written, "advantage.samples")]
+    again = [event for event in events if not isinstance(event, SampleReady)]
+    assert len(events) - len(again) == made, "nothing is made twice"
+    assert {event.outcome for event in again if isinstance(event, PromptGroupEnded)} <= {Outcome.EXPIRED}, "the trainer knows its end"
 
 
 def test_requeued_sample_that_was_trained_is_a_duplicate_for_the_trainer(written: WrittenRun, dead_letter: Callable[..., None]) -> None:
@@ -194,7 +222,7 @@ def test_requeued_sample_that_was_trained_is_a_duplicate_for_the_trainer(written
         written.write_sample("advantage.samples", ready(GROUP, index))
     dead_letter("trainer", "advantage.samples", PoisonSample("the model was too small"))
     requeue_all(written)
-    assembler = GroupAssembler(topic=written.plan.topic("advantage.samples"), max_staleness=1, decided={GROUP})
+    assembler = GroupAssembler(max_staleness=1, decided={GROUP})
     with RunLog(written.config, name="test") as log:
         for record in log.records(log.whole("advantage.samples", range(written.plan.num_sample_partitions))):
             event = log.decode(record)

@@ -16,12 +16,12 @@ from relax_events.topics import TopicPlan
 def test_new_run_has_all_its_topics_to_create(make_run_config: Callable[..., RunConfig], bootstrap_servers: str, admin: Admin) -> None:
     config = make_run_config(broker={"bootstrap_servers": bootstrap_servers})
     plan = TopicPlan.of(config)
-    assert check_broker(config) == f"{bootstrap_servers} answers; {len(plan.specs())} topic change(s) to apply"
+    assert check_broker(config).startswith(f"{bootstrap_servers} answers; {len(plan.specs())} topic change(s) to apply; room for ")
     assert admin.topics(plan.topic("")) == {}
 
 
 def test_run_with_its_topics_has_nothing_to_change(apply_run: Callable[..., RunConfig]) -> None:
-    assert check_broker(apply_run()).endswith("answers; 0 topic change(s) to apply")
+    assert " answers; 0 topic change(s) to apply; room for " in check_broker(apply_run())
 
 
 def test_other_staleness_contradicts_the_topics(apply_run: Callable[..., RunConfig]) -> None:

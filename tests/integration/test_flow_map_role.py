@@ -73,12 +73,12 @@ def plan(config: RunConfig) -> TopicPlan:
 
 @pytest.fixture
 def role(config: RunConfig, tmp_path: Path) -> Callable[[Holding], AbstractContextManager[None]]:
-    """Return what runs the judge role with this work, until the block ends."""
+    """Return what runs a role with this work, until the block ends."""
 
     @contextmanager
     def run(flow: Holding) -> Iterator[None]:
         store = ObjectStore.open((tmp_path / "objects").as_uri())
-        with Worker("judge", config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)) as flow.worker:
+        with Worker("reward", config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)) as flow.worker:
             thread = threading.Thread(target=FlowMapRole(flow.worker, flow).run)
             thread.start()
             try:
@@ -111,7 +111,7 @@ def answered(connection: Connection, plan: TopicPlan) -> list[str]:
 
 def committed(admin: Admin, plan: TopicPlan) -> int:
     place = (plan.topic("rollout.samples"), plan.partition(GROUP, 0))
-    return admin.committed(plan.consumer_group("judge"), [place]).get(place, 0)
+    return admin.committed(plan.consumer_group("reward"), [place]).get(place, 0)
 
 
 @pytest.mark.usefixtures("written")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import orjson
 import pytest
+from small_settings import small_run
 from written_run import WrittenRun
 
 from relax_events.broker.records import OutRecord
@@ -53,7 +54,7 @@ def written(bootstrap_servers: str, tmp_path_factory: pytest.TempPathFactory) ->
         "data": {"source": f"jsonl:{folder / 'rows.jsonl'}", "shuffle": False},
         "broker": {"bootstrap_servers": bootstrap_servers, "request_timeout_seconds": 10.0},
     }
-    run = WrittenRun(RunConfig.model_validate(tree))
+    run = WrittenRun(small_run(tree))
     run.publish(0)
     for row, group_id in enumerate((A, B, C, D, E, F, G)):
         run.issue(group_id, row=row)

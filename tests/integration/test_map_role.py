@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +23,8 @@ from relax_events.events.codec import EventCodec
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import PromptGroupEnded, SampleEvaluated, SampleRolledOut
 from relax_events.objects import ObjectStore
+from relax_events.objects.claim_check import store_array
+from relax_events.objects.outages import outages
 from relax_events.pipeline.map_role import MapRole
 from relax_events.pipeline.worker import Worker
 from relax_events.topics import TopicPlan
@@ -32,7 +35,7 @@ CODEC = EventCodec()
 
 @pytest.fixture
 def config(apply_run: Callable[..., RunConfig]) -> RunConfig:
-    return apply_run(run={"max_staleness": 1}, broker={"shards": 1})
+    return apply_run(run={"max_staleness": 1}, broker={"shards": 1}, algorithm={"kl_coefficient": 0.1})
 
 
 @pytest.fixture
@@ -87,7 +90,7 @@ def write(producer: RecordProducer, plan: TopicPlan, *samples: SampleRolledOut, 
 
 def read(connection: Connection, plan: TopicPlan, entity: str) -> list[Record]:
     reader = LogReader(connection)
-    num_partitions = plan.num_sample_partitions if entity in ("rollout.samples", "reference.logprobs", "advantage.samples") else 1
+    num_partitions = plan.num_sample_partitions if entity in ("rollout.samples", "reference.logprobs", "prompt.end-requests") else 1
     try:
         return reader.read_to_end([(plan.topic(entity), partition) for partition in range(num_partitions)])
     finally:
@@ -117,6 +120,41 @@ def test_every_sample_is_answered_in_its_partition_and_committed(
     assert {record.partition for record in read(connection, plan, "reference.logprobs")} == {0, 1}
 
 
+def test_store_that_is_away_is_waited_for_and_costs_no_sample(
+    config: RunConfig, plan: TopicPlan, producer: RecordProducer, connection: Connection, tmp_path: Path
+) -> None:
+    folder, elsewhere = tmp_path / "objects", tmp_path / "unmounted"
+    store = ObjectStore.open(folder.as_uri())
+    whole = rolled_out("000000-0000-0", 0)
+    write(producer, plan, dataclasses.replace(whole, tokens=store_array(np.asarray(whole.tokens), store)))
+    folder.rename(elsewhere)
+    with Worker("reference", config, claim_check=StoreClaimCheck(store, inline_max_bytes=10**6)) as worker:
+
+        def handle(samples: Sequence[SampleRolledOut]) -> list[OutRecord]:
+            (sample,) = samples
+            assert np.asarray(sample.tokens).tolist() == np.asarray(whole.tokens).tolist()
+            answer = evaluated(sample.prompt_group_id)
+            return [worker.sample_record("reference.logprobs", answer, prompt_group_id=sample.prompt_group_id, policy_version=0)]
+
+        def run() -> None:
+            worker.wait_for_stores(outages, deadline_seconds=3600)
+            MapRole(worker, handle).run()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            turn_until(lambda: worker.absence() == "the object store does not answer")
+            turn_until(lambda: len(read(connection, plan, "control.heartbeats.reference")) >= 3)
+            assert worker.illness() == ""
+            elsewhere.rename(folder)
+            turn_until(lambda: len(read(connection, plan, "reference.logprobs")) == 1)
+        finally:
+            worker.drain.start()
+            thread.join(TIMEOUT_SECONDS)
+    assert read(connection, plan, "reference.dead-letters") == []
+    assert read(connection, plan, "prompt.end-requests") == []
+
+
 def test_poison_goes_to_the_dead_letters_and_the_rest_goes_on(
     role: Callable[[], AbstractContextManager[Worker]], plan: TopicPlan, producer: RecordProducer, connection: Connection
 ) -> None:
@@ -126,9 +164,9 @@ def test_poison_goes_to_the_dead_letters_and_the_rest_goes_on(
     with role():
         turn_until(lambda: len(read(connection, plan, "reference.logprobs")) == 1)
         turn_until(lambda: len(read(connection, plan, "reference.dead-letters")) == 2)
-        turn_until(lambda: len(read(connection, plan, "advantage.samples")) == 2)
+        turn_until(lambda: len(read(connection, plan, "prompt.end-requests")) == 2)
     assert [letter.headers["error-class"] for letter in read(connection, plan, "reference.dead-letters")] == ["PoisonSample", "CorruptRecord"]
-    ends = [CODEC.decode(record.value) for record in read(connection, plan, "advantage.samples")]
+    ends = [CODEC.decode(record.value) for record in read(connection, plan, "prompt.end-requests")]
     asked = [(end.prompt_group_id, end.outcome.value, end.reason.partition(": ")[0]) for end in ends if isinstance(end, PromptGroupEnded)]
     assert asked == [("000000-0000-0", "failed", "reference")] * 2, "nobody would wait for our output for ever"
 

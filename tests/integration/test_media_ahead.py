@@ -55,7 +55,7 @@ class Session:
         self.worker = self._stack.enter_context(open_worker("rollout", config, index=0))
         loop = RolloutLoop(self.worker, picture_engine(), VersionsOnly(), library=MediaLibrary(config))
         self._thread = threading.Thread(target=loop.run)
-        entities = ("rollout.samples", "advantage.samples")
+        entities = ("rollout.samples", "prompt.end-requests")
         places = [(self.plan.topic(entity), partition) for entity in entities for partition in range(self.plan.num_sample_partitions)]
         self._reader = LogReader(connection, start=dict.fromkeys(places, 0))
 

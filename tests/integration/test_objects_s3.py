@@ -8,10 +8,11 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from relax_events.errors import ObjectError
+from relax_events.errors import ObjectError, StoreUnavailable
 from relax_events.objects import ObjectStore
 from relax_events.objects import store as store_module
 from relax_events.objects.backends import Deadlines
+from relax_events.objects.outages import outages
 
 pytestmark = pytest.mark.integration
 
@@ -130,7 +131,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     yield server
     server.closing.set()
     server.shutdown()
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     server.server_close()
 
 
@@ -176,17 +177,41 @@ def test_calls_are_tried_again_when_the_server_is_busy(server: S3Server) -> None
 def test_calls_fail_by_the_deadline_when_the_server_hangs(server: S3Server) -> None:
     store = ObjectStore.open("s3://bucket", deadlines=IMPATIENT)
     server.hangs = True
-    with pytest.raises(ObjectError, match="can't write s3://bucket/a: "):
+    with pytest.raises(StoreUnavailable, match="can't write s3://bucket/a: "):
         store.put_at("a", b"hello")
-    with pytest.raises(ObjectError, match="can't read s3://bucket/a: "):
+    with pytest.raises(StoreUnavailable, match="can't read s3://bucket/a: "):
         store.get_at("a")
     assert {request.split()[0] for request in server.requests} == {"PUT", "HEAD"}
+
+
+def test_worker_waits_for_a_bucket_that_is_away_and_goes_on_with_the_same_object(server: S3Server) -> None:
+    store = ObjectStore.open("s3://bucket", deadlines=IMPATIENT)
+    reference = store.put(b"hello")
+    server.num_refusals = 10**9
+    away: list[float] = []
+
+    def pause(_: float) -> None:
+        away.append(outages.seconds)
+        if len(away) == 3:
+            server.num_refusals = 0
+
+    outages.arm(deadline_seconds=3600, pause=pause)
+    try:
+        assert store.get(reference) == b"hello"
+        assert len(away) == 3
+        assert away == sorted(away)
+        assert outages.seconds == 0
+        with pytest.raises(ObjectError, match="there is no such object"):
+            store.get_at("missing")
+        assert len(away) == 3
+    finally:
+        outages.disarm()
 
 
 def test_calls_fail_when_nobody_listens(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:1")
     store = ObjectStore.open("s3://bucket", deadlines=IMPATIENT)
-    with pytest.raises(ObjectError, match="can't look up s3://bucket/"):
+    with pytest.raises(StoreUnavailable, match="can't look up s3://bucket/"):
         store.put(b"hello")
 
 

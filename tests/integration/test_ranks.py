@@ -27,9 +27,13 @@ def folder(tmp_path_factory):
     """Run ranks_program once; the folder holds its model, objects, tensors and results."""
     folder = tmp_path_factory.mktemp("ranks")
     make_tiny(folder / "model", corpus=["12=21"], hidden_size=32, seed=3)
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(tmp_path_factory.mktemp("launcher")),  # torchrun leaves its logs in the temporary folder, and ranks that it ends their models
+    }
     command = [*LAUNCHER, str(ROOT / "tests" / "integration" / "ranks_program.py"), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 

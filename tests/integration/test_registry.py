@@ -101,6 +101,20 @@ def test_both_framings_are_read_with_a_registry_and_without_one(registry: Regist
     assert registry.calls.total() == before
 
 
+def test_registry_says_whose_an_id_is_that_a_forged_schema_has_claimed_first(registry: Registry) -> None:
+    honest, forged = dict(SCHEMAS[NAME]), dict(SCHEMAS["relax.events.sample.SampleScored"])
+    honest["fields"] = [*honest["fields"], {"name": "judge", "type": "string", "doc": "New.", "default": ""}]
+    client = RegistryClient(registry.url, timeout_seconds=5.0)
+    schema_id = client.register("of.others", json.dumps(honest))
+    codec = open_codec(config_of(registry))
+    codec.learn(json.dumps(forged | {"registry_schema_ids": [schema_id]}))
+    codec.learn(json.dumps(honest | {"registry_schema_ids": [schema_id]}))
+    assert codec.event_name(b"\0" + schema_id.to_bytes(4, "big") + b"body") == "PromptGroupEnded"
+    with pytest.raises(SchemaError, match="stands for schema"):
+        codec.learn(json.dumps(forged | {"registry_schema_ids": [schema_id]}))
+    client.close()
+
+
 def test_schema_with_two_ids_is_published_with_both() -> None:
     codec, text = EventCodec(), json.dumps(SCHEMAS[NAME] | {"registry_schema_ids": [11]})
     codec.learn(text)

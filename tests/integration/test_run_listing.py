@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Command, TopicOffset, WorkerState, now_micros
 from relax_events.events.types import Event, RunCommanded, WorkerBeat
 from relax_events.objects import ObjectStore
+from relax_events.objects.marker import MARKER, claim
 from relax_events.pipeline.description import describe
 from relax_events.topics import TopicPlan
 
@@ -52,14 +54,14 @@ def test_run_is_read_back_from_its_log(apply_run: ApplyRun, connection: Connecti
     assert (read_run(connection, run_id).standing, read_run(connection, run_id).described) == ("interrupted", None)
     write(producer, config, "control.commands", describe(config))
     write(producer, config, "control.train-steps", *(committed(step, figures={"reward_mean": step / 100}) for step in range(100)))
-    write(producer, config, "control.heartbeats", beat(WorkerState.WORKING))
+    write(producer, config, "control.heartbeats.trainer", beat(WorkerState.WORKING))
     run = read_run(connection, run_id)
     assert (run.standing, run.alive, run.num_steps, run.policy_version, run.state.reward) == ("running", ["trainer-0"], 100, 100, 0.99)
     assert len(run.state.steps) <= 64  # the end of the log, not all of it
     assert run.config is not None
     assert run.config.trainer.learning_rate == 0.25
     assert run.num_records == 102
-    write(producer, config, "control.heartbeats", beat(WorkerState.STOPPED))
+    write(producer, config, "control.heartbeats.trainer", beat(WorkerState.STOPPED))
     assert read_run(connection, run_id).standing == "interrupted"
     write(producer, config, "control.commands", RunCommanded(command=Command.STOP, reason="enough"))
     assert read_run(connection, run_id).standing == "ended"
@@ -71,7 +73,7 @@ def test_worker_that_is_silent_for_too_long_does_not_count_as_alive(
 ) -> None:
     config = apply_run(workers={"hung_seconds": 5.0})
     write(producer, config, "control.commands", describe(config))
-    write(producer, config, "control.heartbeats", beat(WorkerState.WORKING, seconds_ago=6.0))
+    write(producer, config, "control.heartbeats.trainer", beat(WorkerState.WORKING, seconds_ago=6.0))
     assert read_run(connection, config.run.id).alive == []
 
 
@@ -81,13 +83,13 @@ def neighbours(apply_run: ApplyRun, run_id: str, connection: Connection, produce
     configs = apply_run(run={"id": run_id}), apply_run(run={"id": f"{run_id}-b"})
     for config in configs:
         plan, inbox = TopicPlan.of(config), queue.SimpleQueue[Lease]()
-        write(producer, config, "control.commands", describe(config))
+        store = ObjectStore.open(config.objects_uri)
+        write(producer, config, "control.commands", describe(config, store_mark=claim(store, run_id=config.run.id).value))
         producer.write([OutRecord(plan.topic("prompt.groups"), b"prompt", partition=0)])
         lanes = ShareLeases(connection, group=plan.consumer_group("rollout"), topic=plan.topic("prompt.groups"), lanes=1, on_lease=inbox.put)
         inbox.get(timeout=30).done()
         lanes.close()
         commit_offsets(connection, plan)
-        store = ObjectStore.open(config.objects_uri)
         store.put(b"media")
         store.put_at("weights/00000001/a.safetensors", b"weights")
         store.put_at("notes/mine.txt", b"not a run's")
@@ -116,7 +118,8 @@ def test_deletion_leaves_a_neighbour_whose_id_begins_alike(
     deletion = plan_deletion(connection, mine.run.id)
     assert deletion.topics.keys() == {spec.name for spec in TopicPlan.of(mine).specs()}
     assert set(deletion.groups) == {TopicPlan.of(mine).consumer_group(role) for role in ("reward", "rollout")}
-    assert len(deletion.objects) == 2
+    assert len(deletion.objects) == 3
+    assert deletion.objects[-1] == MARKER
     refuse_deletion(read_run(connection, mine.run.id), read_runs(connection, with_progress=False).values())
     delete_run(connection, deletion)
     turn_until(lambda: not Inventory(connection).topics(f"relax.{mine.run.id}."))
@@ -126,7 +129,7 @@ def test_deletion_leaves_a_neighbour_whose_id_begins_alike(
     assert Inventory(connection).topics(f"relax.{theirs.run.id}.") == before
     assert set(groups_of(connection, theirs.run.id)) == {TopicPlan.of(theirs).consumer_group(role) for role in ("reward", "rollout")}
     assert admin.committed(TopicPlan.of(theirs).consumer_group("reward"), [place]) == {place: 7}
-    assert len(ObjectStore.open(theirs.objects_uri).list("")) == 3
+    assert len(ObjectStore.open(theirs.objects_uri).list("")) == 4
 
 
 def test_deletion_goes_on_where_it_was_interrupted(neighbours: tuple[RunConfig, RunConfig], connection: Connection) -> None:
@@ -137,7 +140,7 @@ def test_deletion_goes_on_where_it_was_interrupted(neighbours: tuple[RunConfig, 
     inventory.delete_topics([name for name in whole.topics if name.endswith(".samples")])
     ObjectStore.open(mine.objects_uri).delete(whole.objects[:1])
     rest = plan_deletion(connection, mine.run.id)
-    assert (len(rest.objects), len(rest.groups)) == (1, 1)
+    assert (len(rest.objects), len(rest.groups)) == (2, 1)
     delete_run(connection, rest)
     delete_run(connection, whole)  # what is gone counts as deleted
     turn_until(lambda: not inventory.topics(f"relax.{mine.run.id}."))
@@ -150,26 +153,43 @@ def test_deletion_keeps_objects_in_a_store_that_another_run_uses(
 ) -> None:
     uri = (tmp_path_factory.mktemp("shared") / "objects").as_uri()
     for name in (run_id, f"{run_id}-b"):
-        config = apply_run(run={"id": name}, objects={"uri": uri})
+        config = apply_run(run={"id": name}, objects={"uri": uri, "by_run": False})
         write(producer, config, "control.commands", describe(config))
     ObjectStore.open(uri).put(b"of one of them")
     deletion = plan_deletion(connection, run_id)
     assert (deletion.objects, deletion.note) == ([], f"run {run_id}-b keeps its objects in the same store, so they stay")
 
 
+@pytest.mark.parametrize("detour", ["objects", "./objects", "%6fbjects", "link", "objects/weights"])
+def test_deletion_keeps_objects_of_a_victim_that_a_log_names_as_its_own(
+    apply_run: ApplyRun, run_id: str, connection: Connection, producer: RecordProducer, tmp_path: Path, detour: str
+) -> None:
+    """The victim's log is not on this cluster, so nothing but the marker tells whose the store is."""
+    victim = ObjectStore.open((tmp_path / "objects").as_uri())
+    mark = claim(victim, run_id="victim")
+    victim.put_at("weights/00000001/weights/a.safetensors", b"weights")
+    (tmp_path / "link").symlink_to(tmp_path / "objects")
+    config = apply_run(run={"id": run_id}, objects={"uri": f"{tmp_path.as_uri()}/{detour}", "by_run": False})
+    write(producer, config, "control.commands", describe(config, store_mark=mark.value))
+    deletion = plan_deletion(connection, run_id)
+    assert deletion.objects == []
+    assert "and the log says run" in deletion.note or detour == "objects/weights"
+
+
 def test_run_that_lives_or_is_replayed_is_not_deleted(apply_run: ApplyRun, run_id: str, connection: Connection, producer: RecordProducer) -> None:
     config = apply_run(run={"id": run_id})
     replay = apply_run(run={"id": f"{run_id}-r"}, source={"run": run_id})
     assert {TopicPlan.entity(name) for name in read_run(connection, replay.run.id).topics} == {
-        *(f"control.{name}" for name in ("commands", "evaluations", "group-outcomes", "heartbeats", "metrics")),
-        *(f"control.{name}" for name in ("policy-versions", "schemas", "train-steps")),
+        *(f"control.{name}" for name in ("commands", "evaluations", "group-outcomes")),
+        *(f"control.{kind}.{role}" for kind in ("heartbeats", "metrics") for role in ("controller", "metrics", "trainer")),
+        *(f"control.{name}" for name in ("engines", "policy-versions", "schemas", "summaries", "train-steps")),
         "trainer.dead-letters",
     }
     write(producer, config, "control.commands", describe(config))
     write(producer, replay, "control.commands", describe(replay))
     with pytest.raises(BrokerRefused, match=rf"run {run_id} holds the rollouts of {run_id}-r \(replay from 0\); delete that first, or give --force"):
         refuse_deletion(read_run(connection, run_id), read_runs(connection, with_progress=False).values())
-    write(producer, replay, "control.heartbeats", beat(WorkerState.IDLE))
+    write(producer, replay, "control.heartbeats.trainer", beat(WorkerState.IDLE))
     with pytest.raises(BrokerRefused, match=rf"run {run_id}-r is alive: trainer-0 beat; end it first, or give --force"):
         refuse_deletion(read_run(connection, replay.run.id), read_runs(connection, with_progress=False).values())
 

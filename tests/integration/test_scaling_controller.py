@@ -71,7 +71,7 @@ class Run:
 
     def beats(self, *worker_ids: str, state: WorkerState) -> None:
         """Have workers beat."""
-        self.say("control.heartbeats", *(beat(worker_id, at_seconds=time.time(), state=state) for worker_id in worker_ids))
+        self.say("control.heartbeats.rollout", *(beat(worker_id, at_seconds=time.time(), state=state) for worker_id in worker_ids))
 
     def until(self, request_id: str, status: Status) -> ScaleState:
         """Wait until a request is in a status by the log, and return what else that says."""

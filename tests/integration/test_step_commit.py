@@ -145,7 +145,7 @@ def test_committed_step_is_on_the_log_whole(worker: Worker, open_committer: Call
     assert history.ended_group_ids == {"000000-0000-0", "000000-0001-0", "000000-0002-0"}
     assert [event.policy_version for event in history.published] == [0, 1]
     consumed = {(offset.topic, offset.partition): offset.offset for offset in share.consumed}
-    assert history.positions() == {partition: offset for (_, partition), offset in consumed.items()}
+    assert history.positions() == {("advantage.samples", partition): offset for (_, partition), offset in consumed.items()}
     turn_until(lambda: admin.committed(worker.plan.consumer_group("trainer"), consumed) == consumed)
 
 

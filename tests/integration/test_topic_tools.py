@@ -26,6 +26,7 @@ from relax_events.control.topics.check import check_topics
 from relax_events.control.topics.lag import lag_by_member, lag_by_slot, read_lag
 from relax_events.control.topics.purger import open_purge
 from relax_events.control.topics.reset import ResetTarget, apply_reset, plan_reset, time_of
+from relax_events.control.topics.role_inputs import input_places
 from relax_events.control.topics.tail import tail, tail_places, tail_starts
 from relax_events.control.transfer.exporting import ExportFilter, export_run, versions_of
 from relax_events.control.transfer.importing import import_run, plan_import, verify_import
@@ -70,6 +71,8 @@ class SmallRun:
                 partitions=np.array([partition] * 2, np.int32),
                 offsets=np.array([first, first + 1], np.int64),
                 consumed=[TopicOffset(self.plan.topic("advantage.samples"), partition, first + 2)],
+                ranks=np.zeros(2, np.int32),
+                micro_batches=np.zeros(2, np.int32),
                 staleness_counts=[2],
                 checkpoint=checkpoint if step == STEPS - 1 else None,
             )
@@ -81,8 +84,7 @@ class SmallRun:
     def commit_all(self) -> None:
         """Let every role have read everything."""
         for role in QUIET:
-            entities = {"reward": ["rollout.samples"], "advantage": ["rollout.samples", "reward.scores"], "trainer": ["advantage.samples"]}[role]
-            places = [(self.plan.topic(entity), partition) for entity in entities for partition in range(3)]
+            places = input_places(self.config, role)
             ends = self.admin.end_offsets(places)
             self.admin.set_committed(self.plan.consumer_group(role), [TopicOffset(*place, end) for place, end in ends.items()])
 
@@ -192,7 +194,8 @@ def test_purge_waits_for_groups_and_keeps_what_recovery_needs(run: SmallRun) -> 
     assert gone == {"rollout.samples": 6, "reward.scores": 6, "prompt.groups": 3}
     ledger = read_ledger(run.config)
     assert ledger.problems() == []
-    assert (len(ledger.purged_groups()), len(ledger.purged_samples())) == (3, 6)
+    figures = ledger.figures()
+    assert (figures["prompt_groups_purged"], figures["samples_purged"]) == (3, 6)
     reader = LogReader(run.connection)
     with pytest.raises(BrokerError, match=r"rollout.samples\[0\]@0 was purged: the log begins at 2"):
         reader.read_exactly(run.plan.topic("rollout.samples"), [(0, 0)])
@@ -241,13 +244,14 @@ def test_tail_begins_at_a_version_and_reads_strangers(run: SmallRun, producer: R
 
 def test_check_names_what_is_amiss(run: SmallRun, producer: RecordProducer, run_id: str) -> None:
     producer.write([OutRecord(run.plan.topic("reward.dead-letters"), b"x", headers={"error-class": "CorruptRecord"})])
-    run.admin.alter_topic(run.plan.topic("control.metrics"), {"retention.ms": "60000"})
+    topic = run.plan.topic("control.evaluations")
+    run.admin.alter_topic(topic, {"retention.ms": "60000"})
     run.admin.create([TopicSpec(f"relax.{run_id}.reward.scores.other", 3, 1, "of a test")])
-    turn_until(lambda: run.admin.topics(run.plan.topic("control.metrics"))[run.plan.topic("control.metrics")].settings["retention.ms"] == "60000")
+    turn_until(lambda: run.admin.topics(topic)[topic].settings["retention.ms"] == "60000")
     findings = check_topics(run.config, run.admin)
     wrong = [(finding.what, finding.text.removeprefix(f"relax.{run_id}.")) for finding in findings if not finding.is_good]
     assert wrong == [
-        ("plan", "control.metrics: alter retention.ms: 60000 -> -1"),
+        ("plan", "control.evaluations: alter retention.ms: 60000 -> -1"),
         ("dead letters", "reward could not use 1 record(s)"),
         ("groups", "reward has no members"),
         ("groups", "advantage has no members"),
@@ -257,7 +261,7 @@ def test_check_names_what_is_amiss(run: SmallRun, producer: RecordProducer, run_
 
 
 def test_apply_refuses_dangers_without_their_word(run: SmallRun) -> None:
-    topic = run.plan.topic("control.metrics")
+    topic = run.plan.topic("control.metrics.trainer")
     run.admin.create([TopicSpec(run.plan.topic("strange"), 1, 1, "of a test")])
     run.admin.alter_topic(topic, {"max.message.bytes": str(64 * 1024 * 1024)})
     turn_until(lambda: run.admin.topics(topic)[topic].settings["max.message.bytes"] == str(64 * 1024 * 1024))

@@ -118,6 +118,8 @@ class MemoryKafka:
         self.epochs: dict[str, int] = {}
         self.open: dict[str, Transaction] = {}
         self.current = Process("nobody")
+        self.after_commit: Callable[[], None] = lambda: None
+        """Called after each commit of offsets, before its process learns of it: a moment at which that process can die."""
 
     def create(self, topic: str, num_partitions: int) -> None:
         """Make a topic."""
@@ -155,7 +157,12 @@ class MemoryKafka:
             entries.append(Entry(place, len(entries), None, None, (), None, is_marker=True))
         if state == "committed":
             for group, offsets in transaction.offsets.items():
-                self.committed.setdefault(group, {}).update(offsets)
+                self.commit(group, offsets)
+
+    def commit(self, group: str, offsets: dict[Place, int]) -> None:
+        """Commit offsets of a consumer group."""
+        self.committed.setdefault(group, {}).update(offsets)
+        self.after_commit()
 
     def lapse(self, process: Process) -> None:
         """Let the sessions of a process's group members time out."""
@@ -172,6 +179,8 @@ class MemoryAdmin:
     def end_offsets(self, places: Sequence[Place]) -> dict[Place, int]:
         with self._process.call():
             return {place: len(self._kafka.partitions[place]) for place in places}
+
+    def close(self) -> None: ...
 
 
 class MemoryProducer:
@@ -319,7 +328,7 @@ class MemoryConsumer:
             if self.process.lost_commit:
                 self.process.lost_commit = False
                 return
-            self._kafka.committed.setdefault(self._group, {}).update({(one.topic, one.partition): one.offset for one in offsets})
+            self._kafka.commit(self._group, {(one.topic, one.partition): one.offset for one in offsets})
 
     def committed(self, partitions: list[TopicPartition], timeout: float) -> list[TopicPartition]:
         with self.process.call():

@@ -21,16 +21,16 @@ import pytest
 import structlog
 import torch
 from memory_kafka import Killed, MemoryAdmin, MemoryConsumer, MemoryKafka, MemoryProducer, Process
+from small_settings import small_run
 
 from relax_events.broker import consumer, membership, producer, transactions
 from relax_events.broker.records import OutRecord
-from relax_events.config import RunConfig
 from relax_events.control.ledger import Ledger
 from relax_events.data.rows import PromptRow
-from relax_events.errors import BrokerError, CorruptRecord, SchemaError
+from relax_events.errors import BrokerError, CorruptRecord, PoisonSample, SchemaError, StepNotFinite
 from relax_events.events.codec import EventCodec
-from relax_events.events.parts import ChatMessage
-from relax_events.events.types import Event, PromptGroupIssued, SampleReady, SampleRolledOut, SampleScored
+from relax_events.events.parts import ChatMessage, TopicOffset
+from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupIssued, SampleReady, SampleRolledOut, SampleScored, TrainStepCommitted
 from relax_events.objects import ObjectStore
 from relax_events.pipeline import control, map_role, worker
 from relax_events.pipeline.map_role import MapRole
@@ -48,10 +48,12 @@ SETTINGS = {
     "data": {"source": "jsonl:rows"},
     "broker": {"shards": 2, "queue_partitions": 1},
     "workers": {"beat_seconds": 3600},
-    "trainer": {"checkpoint_every": 1_000_000},
+    "trainer": {"checkpoint_every": 1_000_000, "max_tokens_per_micro_batch": 8},
 }
-LEDGER_TOPICS = ("prompt.groups", "rollout.samples", "control.policy-versions", "control.train-steps", "control.group-outcomes")
+SAMPLES = ("rollout.samples", "reward.scores", "advantage.samples")
+LEDGER_TOPICS = ("prompt.groups", *SAMPLES, "prompt.end-requests", "control.policy-versions", "control.train-steps", "control.group-outcomes")
 UNSCORABLE = "unscorable"
+TURN_SECONDS = 100.0
 
 
 class Endpoint:
@@ -75,24 +77,27 @@ class SimulatedProcess:
         self.process, self._kafka, self._main = Process(name), kafka, main
         self.worker: Worker | None = None
         self.failure: BaseException | None = None
+        self._has_ended = False
+        """Whether its code has ended; its thread may live on for a moment."""
         self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @property
     def is_running(self) -> bool:
-        return self._thread.is_alive() and not self.process.is_dead
+        return not self._has_ended and not self.process.is_dead
 
     def turn(self) -> None:
         """Let the process run to its next tick, or to its end."""
         SimulatedProcess.running, self._kafka.current = self, self.process
         self._mine.release()
-        assert self._theirs.acquire(timeout=30), f"{self.process.name} hangs:\n{self._stack()}"
+        assert self._theirs.acquire(timeout=TURN_SECONDS), f"{self.process.name} hangs:\n{self._stack()}"
         if self.failure is not None:
             raise self.failure
 
     def _stack(self) -> str:
-        return "".join(traceback.format_stack(sys._current_frames()[self._thread.ident or 0]))
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame else "its thread has ended"
 
     def hand_back(self) -> None:
         """Called by the process itself, between two rounds of its loop."""
@@ -118,7 +123,18 @@ class SimulatedProcess:
         except BaseException as error:  # handed to whoever gave us the turn
             self.failure = error
         finally:
+            self._has_ended = True
             self._theirs.release()
+
+
+def is_untrainable(sample: SampleReady) -> bool:
+    """Tell whether the backend refuses a sample that nobody before it did: in some prompt groups the last one."""
+    return sample.sample_index == sample.samples_per_prompt - 1 and zlib.crc32(sample.prompt_group_id.encode()) % 5 == 0
+
+
+def is_not_finite(sample_ids: Sequence[str]) -> bool:
+    """Tell whether the gradient of a step's samples is no finite number: that of every fourth batch or so."""
+    return zlib.crc32(" ".join(sample_ids).encode()) % 4 == 0
 
 
 class HashingBackend:
@@ -132,15 +148,26 @@ class HashingBackend:
         self._names: list[str] = []
 
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
+        if untrainable := [sample.sample_id for sample in micro_batch if is_untrainable(sample)]:
+            raise PoisonSample(f"sample {untrainable[0]} can't be trained on")
         self._names += [sample.sample_id for sample in micro_batch]
 
+    def discard(self) -> None:
+        self._names = []
+
     def step(self) -> StepFigures:
+        if is_not_finite(self._names):
+            raise StepNotFinite(f"train step {self.policy_version}: loss and gradients must be finite")
         self._digest = zlib.crc32(" ".join(self._names).encode(), self._digest)
         self.policy_version, self._names = self.policy_version + 1, []
         return StepFigures(**dict.fromkeys(StepFigures.__dataclass_fields__, 0) | {"own": {}})
 
+    def skip_step(self) -> None:
+        self.discard()
+        self.policy_version += 1
+
     def weights(self) -> dict[str, torch.Tensor]:
-        return {"digest": torch.tensor([self.policy_version, self._digest])}
+        return {"digest": torch.tensor([self._digest])}
 
     def state(self) -> TrainerState:
         return TrainerState(policy_version=self.policy_version, tensors={f"model.{name}": tensor for name, tensor in self.weights().items()})
@@ -153,7 +180,7 @@ class Prompts:
     """An endless stream of prompts."""
 
     def __getitem__(self, row: int) -> PromptRow:
-        return PromptRow(messages=[ChatMessage.of_text("user", f"row {row}")], answer=UNSCORABLE if row % 7 == 5 else "", metadata="{}")
+        return PromptRow(messages=[ChatMessage.of_text("user", f"row {row}")], answer=UNSCORABLE if row % 4 == 3 else "", metadata="{}")
 
 
 class LateWriter:
@@ -177,19 +204,54 @@ class LateWriter:
         pass
 
 
+class RememberingLedger(Ledger):
+    """The ledger, and the names of everything that went through it."""
+
+    def __init__(self, max_staleness: int, **terms: Any) -> None:
+        super().__init__(max_staleness, **terms)
+        self.issued: set[str] = set()
+        self.rolled_out: set[str] = set()
+        self.trained: set[str] = set()
+        self.trained_groups: set[str] = set()
+        self.versions: list[int] = []
+        self.steps: list[int] = []
+        self.skipped: list[int] = []
+        self.not_finite: list[int] = []
+
+    def note(self, event: Event, at: TopicOffset) -> None:
+        super().note(event, at)
+        if isinstance(event, PromptGroupIssued):
+            self.issued.add(event.prompt_group_id)
+        elif isinstance(event, SampleRolledOut):
+            self.rolled_out.add(event.sample_id)
+        elif isinstance(event, PolicyVersionPublished):
+            self.versions.append(event.policy_version)
+        elif isinstance(event, TrainStepCommitted):
+            self.steps.append(event.train_step)
+            self.skipped += [event.train_step] * event.update_skipped
+            self.not_finite += [event.train_step] * is_not_finite(event.sample_ids)
+            self.trained.update(event.sample_ids)
+            self.trained_groups.update(event.prompt_group_ids)
+
+
 class SimulatedRun:
     """The processes of a run, and what lies on its log."""
 
-    overlap = False
-    """Whether the trainer writes weights beside its next step."""
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, overlap: bool = False, **run: Any) -> None:
+        """Create the run's topics; no process is started.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **run: Any) -> None:
-        self.config = RunConfig.model_validate({**SETTINGS, "run": SETTINGS["run"] | run, "weights": {"overlap": self.overlap}})
+        Args:
+            monkeypatch: Puts Kafka in memory in the client's place until it is undone.
+            overlap: Whether the trainer writes weights while it trains its next step.
+            run: Keys of the run file's section `run`, in place of `SETTINGS`.
+        """
+        self.config = small_run({**SETTINGS, "run": SETTINGS["run"] | run, "weights": {"overlap": overlap}})
         self.kafka, self.plan, self.codec = MemoryKafka(), TopicPlan.of(self.config), EventCodec()
         self.store = ObjectStore.open("memory://")
         for spec in self.plan.specs():
             self.kafka.create(spec.name, spec.num_partitions)
-        self.ledger = Ledger(self.config.run.max_staleness)
+        run = self.config.run
+        self.ledger = RememberingLedger(run.max_staleness, last_version=run.num_steps, in_order=run.batch_order == "in_order")
         self._read: dict[tuple[str, int], int] = {}
         self._put_in(monkeypatch)
         self.processes: dict[str, SimulatedProcess] = {}
@@ -204,7 +266,8 @@ class SimulatedRun:
         monkeypatch.setattr(consumer, "Consumer", partial(MemoryConsumer, self.kafka))
         monkeypatch.setattr(producer, "Producer", partial(MemoryProducer, self.kafka))
         monkeypatch.setattr(transactions, "Producer", partial(MemoryProducer, self.kafka))
-        monkeypatch.setattr(commit, "Admin", lambda _: MemoryAdmin(self.kafka))
+        for module in (commit, prompter):
+            monkeypatch.setattr(module, "Admin", lambda _: MemoryAdmin(self.kafka))
         monkeypatch.setattr(publishing, "ThreadPoolExecutor", LateWriter)
         monkeypatch.setattr(worker, "WorkerEndpoint", Endpoint)
         monkeypatch.setattr(worker, "configure_logs", lambda *_, **__: None)
@@ -277,7 +340,7 @@ class SimulatedRun:
                     self._read[place] = entry.offset + 1
                     event = self.decoded(entry.stored)
                     if event is not None:
-                        self.ledger.note(event)
+                        self.ledger.note(event, TopicOffset(*place, entry.offset))
                     if isinstance(event, PromptGroupIssued):
                         self.open_leases[entry.offset] = event
 

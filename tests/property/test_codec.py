@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import math
+import resource
 import types
 import typing
 from contextlib import suppress
@@ -25,6 +26,7 @@ from hypothesis.extra import numpy as arrays
 
 from relax_events.errors import CorruptRecord, SchemaError
 from relax_events.events.codec import HEADER_BYTES, MAGIC, EventCodec, UnknownFingerprint
+from relax_events.events.foreign_schemas import require_bounded
 from relax_events.events.parts import Array, Modality, ObjectRef, Outcome, StoredArray
 from relax_events.events.schemas import Schema
 from relax_events.events.tensors import DTYPES, pack, unpack
@@ -344,3 +346,97 @@ def test_content_parts_and_not_a_number_pass() -> None:
     assert decoded.messages[0].parts[0].kind is Modality.TEXT
     assert decoded.messages[0].text == "say hi"
     assert decoded.temperature == math.inf
+
+
+def with_field(kind: Any, *, name: str = "WorkerBeat") -> bytes:
+    schema = schema_of(name)
+    schema["fields"].insert(0, {"name": "added", "type": kind})
+    return json.dumps(schema).encode()
+
+
+RECURSIVE = {"type": "record", "name": "R", "fields": [{"name": "next", "type": ["null", "R"]}]}
+MUTUAL = {"type": "record", "name": "A", "fields": [{"name": "b", "type": ["null", {"type": "array", "items": "A"}]}]}
+NOTHING = {"type": "record", "name": "E", "fields": [{"name": "nothing", "type": "null"}]}
+DEEP: Any = "int"
+for _ in range(200):
+    DEEP = {"type": "array", "items": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("published", "text"),
+    [
+        (b"[" * 20_000, "nested 20000 deep"),
+        (b"[" * 100_000, "has 100000 bytes"),
+        (b'{"type": "record", "name": "X", "namespace": "a", "doc": "' + b"x" * 70_000 + b'", "fields": []}', "has 7.* bytes"),
+        (with_field(RECURSIVE), r"R, which contains itself"),
+        (with_field(MUTUAL), r"A, which contains itself"),
+        (with_field({"type": "array", "items": "null"}), "array of \"null\", whose items .* can hold any number of"),
+        (with_field({"type": "array", "items": NOTHING}), "can hold any number of"),
+        (with_field({"type": "array", "items": {"type": "fixed", "name": "F", "size": 0}}), "can hold any number of"),
+        *((with_field({"type": "array", "items": kind}), "can hold any number of") for kind in ("boolean", "float", "double")),
+        (with_field([NOTHING, {"type": "array", "items": "E"}]), "can hold any number of"),
+        (with_field({"type": "fixed", "name": "F", "size": 2**40}), "fixed type F of 1099511627776 bytes"),
+        (with_field(DEEP), "nested 2.. deep"),
+    ],
+)
+def test_published_schema_whose_records_cost_more_than_their_bytes_is_refused(published: bytes, text: str) -> None:
+    with pytest.raises(SchemaError, match=text):
+        EventCodec().learn(published)
+
+
+@pytest.mark.parametrize("schema", CODEC.schemas.values(), ids=lambda schema: str(schema["name"]))
+def test_our_own_schemas_are_bounded(schema: Schema) -> None:
+    require_bounded(schema)
+
+
+def test_brackets_in_texts_are_no_depth() -> None:
+    published = json.dumps({**schema_of("WorkerBeat"), "doc": '[{\\"[' * 500}).encode()
+    assert EventCodec().learn(published)
+
+
+PRIMITIVES = st.sampled_from(["null", "boolean", "int", "long", "float", "double", "bytes", "string"])
+NUMBERS = iter(range(10**9))
+
+
+def named(kind: str, **rest: Any) -> dict[str, Any]:
+    return {"type": kind, "name": f"N{next(NUMBERS)}", **rest}
+
+
+KINDS = st.recursive(
+    PRIMITIVES,
+    lambda inner: st.one_of(
+        inner.map(lambda items: {"type": "array", "items": items}),
+        inner.map(lambda values: {"type": "map", "values": values}),
+        st.lists(inner.filter(lambda kind: isinstance(kind, str)), min_size=1, max_size=3, unique=True),
+        st.lists(inner, max_size=3).map(lambda kinds: named("record", fields=[{"name": f"f{n}", "type": kind} for n, kind in enumerate(kinds)])),
+        st.integers(0, 9).map(lambda size: named("fixed", size=size)),
+    ),
+    max_leaves=8,
+)
+
+
+@given(
+    kind=KINDS,
+    body=st.one_of(st.binary(max_size=200), st.sampled_from([b"\x02", b"\xff" * 8 + b"\x7f", b"\x80" * 9 + b"\x01"]).map(lambda one: one * 30)),
+)
+@settings(max_examples=300)
+def test_any_record_of_any_published_schema_costs_its_bytes_alone(kind: Any, body: bytes) -> None:
+    codec = EventCodec()
+    try:
+        fingerprint = codec.learn(with_field(kind))
+    except SchemaError:
+        return
+    began = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    with suppress(CorruptRecord):
+        codec.decode(b"\xc3\x01" + fingerprint + body)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - began < 5.0  # thousands of times what 300 bytes take
+
+
+def test_schema_under_the_key_of_another_is_refused() -> None:
+    schema = schema_of("PromptGroupEnded")
+    fingerprint = EventCodec().learn(json.dumps(schema))
+    assert EventCodec().learn(json.dumps(schema), key=fingerprint.hex()) == fingerprint
+    for key in ("", "0011223344556677", "k" * 10_000):
+        with pytest.raises(SchemaError, match="and stands under the key") as caught:
+            EventCodec().learn(json.dumps(schema), key=key)
+        assert len(str(caught.value)) < 250

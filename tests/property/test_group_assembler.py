@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from event_samples import ended, ready
 from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_events.broker.records import Record
-from relax_events.events.parts import Outcome
+from relax_events.events.parts import Outcome, TopicOffset
 from relax_events.events.types import PromptGroupEnded, SampleReady
 from relax_events.policy import ReadyGroup
 from relax_events.training import assembly
 from relax_events.training.assembly import GroupAssembler
 
-TOPIC = "relax.test.advantage.samples"
+TOPIC, REQUESTS = "relax.test.advantage.samples", "relax.test.prompt.end-requests"
 MAX_STALENESS = 1
 SHARDS = 2
 Item = SampleReady | PromptGroupEnded
+Place = tuple[str, int]
 
 
 def partition_of(group_id: str, version: int) -> int:
@@ -29,30 +33,31 @@ def partition_of(group_id: str, version: int) -> int:
 
 @st.composite
 def logs(draw: st.DrawFn) -> list[tuple[Record, Item]]:
-    """Draw a topic's records: prompt groups, some generated again at a later version, some doubled, some with a tombstone."""
-    events: list[tuple[int, Item]] = []
+    """Draw the records of both topics: prompt groups, some generated again at a later version, some doubled, some with an end, some asked to end."""
+    events: list[tuple[Place, Item]] = []
     for index in range(4):
         group_id = f"000000-000{index}-0"
         for version in draw(st.sets(st.integers(0, 2), min_size=1, max_size=2)):
-            events += [(partition_of(group_id, version), ready(group_id, sample, version=version)) for sample in range(2)]
-        if draw(st.booleans()):
-            events.append((partition_of(group_id, 1), ended(group_id, version=1)))
+            events += [((TOPIC, partition_of(group_id, version)), ready(group_id, sample, version=version)) for sample in range(2)]
+        for topic in draw(st.sets(st.sampled_from([TOPIC, REQUESTS]))):
+            events.append(((topic, partition_of(group_id, 1)), ended(group_id, version=1)))
     events += draw(st.lists(st.sampled_from(events), max_size=6))
-    offsets: Counter[int] = Counter()
+    offsets: Counter[Place] = Counter()
     log = []
-    for partition, event in draw(st.permutations(events)):
-        log.append((Record(TOPIC, partition, offsets[partition], event.prompt_group_id, b"", {}, 0), event))
-        offsets[partition] += 1
+    for place, event in draw(st.permutations(events)):
+        log.append((Record(*place, offsets[place], event.prompt_group_id, b"", {}, 0), event))
+        offsets[place] += 1
     return log
 
 
 class Trainer:
     """A trainer around the assembler: it takes what is ready, commits ends at once, and a step's groups with the offsets."""
 
-    def __init__(self, log: list[tuple[Record, Item]], *, decided: set[str], positions: dict[int, int], version: int) -> None:
-        self._log = [(record, event) for record, event in log if record.offset >= positions.get(record.partition, 0)]
+    def __init__(self, log: list[tuple[Record, Item]], *, decided: set[str], positions: dict[Place, int], version: int) -> None:
+        self._log = [(record, event) for record, event in log if record.offset >= positions.get((record.topic, record.partition), 0)]
+        self._events = {(record.partition, record.offset): event for record, event in log if isinstance(event, SampleReady)}
         self.version = version
-        self.assembler = GroupAssembler(topic=TOPIC, max_staleness=MAX_STALENESS, decided=set(decided))
+        self.assembler = GroupAssembler(max_staleness=MAX_STALENESS, decided=set(decided))
         self.committed: Counter[str] = Counter()
         self.outcomes: dict[str, Outcome] = {}
         self.positions = dict(positions)
@@ -68,9 +73,9 @@ class Trainer:
             self.assembler.add(record, event, trainer_version=self.version)
             self._commit_ends()
             for group in self.assembler.ready():
-                placed = self.assembler.take(group)
-                assert [item.sample.sample_index for item in placed] == [0, 1]
-                assert all(self.version - item.sample.policy_version <= MAX_STALENESS for item in placed)
+                samples = [self._events[record.partition, record.offset] for record in self.assembler.take(group)]
+                assert [sample.sample_index for sample in samples] == [0, 1]
+                assert all(self.version - sample.policy_version <= MAX_STALENESS for sample in samples)
                 taken.append(group)
             if count % step_every == 0:
                 self._step(taken)
@@ -81,7 +86,7 @@ class Trainer:
         for group in taken:
             self._commit(group.prompt_group_id, Outcome.TRAINED)
         self.assembler.decide([group.prompt_group_id for group in taken])
-        self.positions |= {offset.partition: offset.offset for offset in self.assembler.consumed()}
+        self.positions |= {(offset.topic, offset.partition): offset.offset for offset in self.assembler.consumed()}
         self.assembler.advance(self.version)
         self._commit_ends()
 
@@ -119,12 +124,38 @@ def test_restart_decides_every_group_once(log: list[tuple[Record, Item]], step_e
     assert both == Counter({f"000000-000{index}-0": 1 for index in range(4)})
 
 
+@given(st.data())
+def test_group_that_came_twice_is_taken_whole_from_one_generation(data: st.DataObject) -> None:
+    events = [ready(index=index, generation_digest=digest) for digest in "ab" for index in range(2)]
+    lost = data.draw(st.sampled_from([None, *range(4)]))
+    assembler = open_assembler()
+    order = data.draw(st.permutations([number for number in range(4) if number != lost]))
+    for offset, number in enumerate(order):
+        assembler.add(record(offset), events[number], trainer_version=0)
+    samples = [events[order[taken.offset]] for taken in assembler.take(assembler.ready()[0])]
+    assert [sample.sample_index for sample in samples] == [0, 1]
+    assert len({sample.generation_digest for sample in samples}) == 1
+
+
+def test_assembler_holds_no_decoded_sample() -> None:
+    """A window of decoded samples would not fit into memory: only their records are held until they are taken."""
+    assembler, events = open_assembler(), [ready(index=index) for index in range(2)]
+    alive = []
+    for offset, event in enumerate(events):
+        tokens = np.array([5, 6, 7, 8], np.int32)
+        alive.append(weakref.ref(tokens))
+        assembler.add(record(offset), replace(event, tokens=tokens), trainer_version=0)
+        del tokens
+    assert [reference() for reference in alive] == [None, None]
+    assert len(assembler.take(assembler.ready()[0])) == 2
+
+
 def record(offset: int, *, key: str = "000000-0000-0", partition: int = 0, headers: dict[str, str] | None = None) -> Record:
     return Record(TOPIC, partition, offset, key, b"", headers or {}, 0)
 
 
 def open_assembler() -> GroupAssembler:
-    return GroupAssembler(topic=TOPIC, max_staleness=MAX_STALENESS, decided=set())
+    return GroupAssembler(max_staleness=MAX_STALENESS, decided=set())
 
 
 def add_group(assembler: GroupAssembler, group_id: str, *, version: int, offset: int, trainer_version: int) -> None:
@@ -180,7 +211,20 @@ def test_tombstone_ends_a_group_that_waits() -> None:
     add_group(assembler, "000000-0000-0", version=0, offset=0, trainer_version=0)
     assembler.add(record(2), ended(outcome=Outcome.FILTERED), trainer_version=0)
     assert (assembler.ready(), ends_of(assembler)) == ([], [("000000-0000-0", Outcome.FILTERED)])
+    assert consumed(assembler) == {0: 0}
+    assembler.decide(["000000-0000-0"])
     assert consumed(assembler) == {0: 3}
+
+
+def test_request_holds_back_the_position_of_its_own_topic() -> None:
+    assembler = open_assembler()
+    add_group(assembler, "000000-0000-0", version=0, offset=4, trainer_version=0)
+    assembler.add(replace(record(0), topic=REQUESTS), ended(version=0), trainer_version=0)
+    assembler.add(replace(record(1, key="000000-0001-0"), topic=REQUESTS), ended("000000-0001-0", version=0), trainer_version=0)
+    assert ends_of(assembler) == [("000000-0000-0", Outcome.FAILED), ("000000-0001-0", Outcome.FAILED)]
+    assert assembler.consumed() == [TopicOffset(TOPIC, 0, 4), TopicOffset(REQUESTS, 0, 0)]
+    assembler.decide(["000000-0000-0"])
+    assert assembler.consumed() == [TopicOffset(TOPIC, 0, 6), TopicOffset(REQUESTS, 0, 1)]
 
 
 def test_waiting_group_expires_when_the_trainer_moves_on() -> None:
@@ -211,7 +255,9 @@ def test_expired_generation_gives_way_to_one_that_is_in_the_window() -> None:
     assembler.advance(2)
     assert assembler.pending_ends() == []
     assert [group.policy_version for group in assembler.ready()] == [1]
-    assert consumed(assembler) == {0: 2}
+    assert consumed(assembler) == {0: 0}
+    assembler.decide(["000000-0000-0"])
+    assert consumed(assembler) == {0: 4}
 
 
 def test_stale_sample_ends_its_group_when_it_arrives_late() -> None:
@@ -234,6 +280,8 @@ def test_rejected_record_fails_its_group() -> None:
     (end,) = assembler.pending_ends()
     assert (end.outcome, end.reason, end.policy_version) == (Outcome.FAILED, "poison: tokens must be finite", 0)
     assembler.skip(record(2, key=""))
+    assert consumed(assembler) == {0: 0}
+    assembler.decide(["000000-0000-0"])
     assert consumed(assembler) == {0: 3}
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
+
+import numpy as np
 from event_samples import evaluated, rolled_out, scored
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +42,42 @@ def arrivals(draw: st.DrawFn) -> list[tuple[Record, Sample]]:
         headers = {"policy-version": str(event.policy_version)}
         placed.append((Record(topic, place[1], offsets[place], event.prompt_group_id, b"", headers, 0), event))
     return placed
+
+
+def generated_twice(digest: str, *, num_samples: int = 2) -> list[tuple[str, Sample]]:
+    """All that belongs to one of two generations of a prompt group under the same ids; each value says of which."""
+    number = {"a": 1, "b": 2}[digest]
+    events: list[tuple[str, Sample]] = []
+    for index in range(num_samples):
+        tokens = np.array([5, 6, 7, number], np.int32)
+        events.append(("rollout.samples", rolled_out(index=index, tokens=tokens, generation_digest=digest)))
+        events.append(("reward.scores", scored(index=index, reward=float(number), generation=digest)))
+        for name in sorted(EVALUATORS):
+            one = dataclasses.replace(evaluated(index=index, evaluator=name, generation=digest), values=np.full(4, number, np.float32))
+            events.append((f"{name}.logprobs", one))
+    return events
+
+
+@given(st.data())
+def test_group_that_was_generated_twice_is_joined_whole_from_one_generation(data: st.DataObject) -> None:
+    """The first worker may have died after one of its samples; either way nothing of one generation is put beside the other's."""
+    events = generated_twice("a", num_samples=data.draw(st.integers(1, 2))) + generated_twice("b")
+    join, offsets, complete = GroupJoin(evaluators=EVALUATORS), Counter[str](), []
+    for topic, event in data.draw(st.permutations(events)):
+        group = join.add(Record(topic, 0, offsets[topic], event.prompt_group_id, b"", {"policy-version": "0"}, 0), event)
+        offsets[topic] += 1
+        if group is not None:
+            complete.append(group)
+            join.close(group)
+    assert len(complete) == 1
+    group = complete[0]
+    number = {"a": 1, "b": 2}[group.generation_digest]
+    assert {int(np.asarray(sample.tokens)[3]) for sample in group.samples.values()} == {number}
+    assert {group.reward_of(sample) for sample in group.samples.values()} == {float(number)}
+    assert {float(np.asarray(one.values)[0]) for name in EVALUATORS for one in group.evaluations[name].values()} == {number}
+    assert join.num_dropped == sum(event.generation_digest != group.generation_digest for _, event in events)
+    assert join.num_open == 0
+    assert marks_of(join) == {(topic, 0): end for topic, end in offsets.items()}
 
 
 def marks_of(join: GroupJoin) -> dict[tuple[str, int], int]:

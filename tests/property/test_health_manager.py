@@ -8,17 +8,23 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_events.control.health import HealthState, Limits, decide
+from relax_events.control.health import HealthState, Limits, decide, symptoms
 from relax_events.events.parts import Command, WorkerState
 from relax_events.events.types import Event, RunCommanded, WorkerBeat
 from tests.unit.run_events import beat as made_beat
 from tests.unit.run_events import run_config, train_step
 
 TURN = 10
-HUNG, STUCK = 60, 120
-LIMITS = replace(Limits.of(run_config(num_steps=10**6)), stuck=STUCK * 10**6)
+HUNG, STUCK, CALL = 60, 120, 240
+LIMITS = replace(Limits.of(run_config(num_steps=10**6)), hung=HUNG * 10**6, stuck=STUCK * 10**6)
 ROLES = sorted(LIMITS.pipeline)
 WELL = 10**9
+
+
+def inside(beat: WorkerBeat, activity: str, *, since_seconds: float, deadline_seconds: float) -> WorkerBeat:
+    """Let a beat come from inside a long call."""
+    since = int(since_seconds * 10**6)
+    return replace(beat, activity=activity, activity_since=since, activity_deadline_at=since + int(deadline_seconds * 10**6))
 
 
 @dataclass
@@ -44,7 +50,9 @@ class Patient:
             return None
         since = now - (self.age - self.incubation) * TURN
         beat = made_beat(self.worker_id, at_seconds=now)
-        return WorkerBeat(**{name: getattr(beat, name) for name in WorkerBeat.__dataclass_fields__} | {"busy_since": since * 10**6})
+        if self.kind == "overdue":
+            return inside(beat, "publish weights", since_seconds=since, deadline_seconds=CALL)
+        return replace(beat, busy_since=since * 10**6)
 
     def start_again(self) -> None:
         self.num_starts, self.age = self.num_starts + 1, 0
@@ -120,7 +128,7 @@ def test_nobody_who_is_well_is_touched_whatever_befalls_broker_and_controller(tu
 
 
 @settings(max_examples=25)
-@given(role=st.sampled_from(ROLES), kind=st.sampled_from(["silent", "stuck"]), kills=st.frozensets(st.integers(0, 900), max_size=12))
+@given(role=st.sampled_from(ROLES), kind=st.sampled_from(["silent", "stuck", "overdue"]), kills=st.frozensets(st.integers(0, 900), max_size=12))
 def test_help_that_is_in_vain_ends_after_so_many_tries_although_controllers_die(role: str, kind: str, kills: frozenset[int]) -> None:
     patient = Patient(f"{role}-0", kind, num_starts_needed=WELL)
     world = World(workers(**{role.replace("-", "_"): patient}))
@@ -152,6 +160,34 @@ def test_worker_whose_peer_is_well_is_never_the_reason_to_restore(kind: str, com
     assert {(command.command, command.worker_id) for command in world.commands} == {(Command.RESTART, "rollout-1")}
     waits = [later.commanded_at - earlier.commanded_at for earlier, later in pairwise(world.commands)]
     assert min(waits) >= HUNG * 10**6
+
+
+def test_worker_inside_a_long_call_is_left_alone_until_the_deadline_of_the_call_which_is_then_named() -> None:
+    world = World(workers(trainer=Patient("trainer-0", "overdue", num_starts_needed=WELL)))
+    world.run(3 + CALL // TURN)
+    assert world.commands == [], "longer than hung and stuck allow"
+    world.run(1)
+    (command,) = world.commands
+    assert (command.worker_id, command.arguments["symptom"]) == ("trainer-0", "overdue")
+    assert command.reason == "has been busy with one call for 250 s: publish weights, whose deadline passed 10 s ago"
+
+
+def test_worker_that_falls_silent_inside_a_long_call_is_missed_and_the_call_named() -> None:
+    world = World(workers(trainer=Patient("trainer-0", num_starts_needed=WELL, incubation=0, age=-1)))
+    world.hear(inside(made_beat("trainer-0", at_seconds=world.now), "publish weights", since_seconds=world.now - 5, deadline_seconds=CALL))
+    world.run(8)
+    assert [command.reason for command in world.commands] == ["has sent no beat for 70 s; its last one said: publish weights for 5 s"]
+
+
+def test_worker_that_starts_may_take_longer_than_any_call_and_beats_meanwhile() -> None:
+    world = World(workers())
+    starting = [replace(made_beat("trainer-0", at_seconds=world.now + at, state=WorkerState.STARTING), pid=7) for at in (0, 1, 2)]
+    for late in (False, True):
+        for beat in starting:
+            since = world.now - (LIMITS.start / 10**6 + 1) * late
+            world.hear(inside(beat, "start", since_seconds=since, deadline_seconds=LIMITS.start / 10**6))
+        assert symptoms(world.state, LIMITS, now=world.now * 10**6) == ({"trainer-0": "slow_start"} if late else {})
+    assert world.state.starts["trainer"] == 1, "one process, however often it beats"
 
 
 def test_waits_grow_between_tries_that_are_in_vain() -> None:

@@ -17,6 +17,13 @@ from tests.unit.run_events import run_config
 
 SECOND = 1_000_000
 BOUNDS = Bounds.of(run_config(), is_supervised=True)
+
+
+def in_time(seconds: int) -> Bounds:
+    """Return bounds by which workers have so long to come up."""
+    return replace(BOUNDS, pools={name: replace(pool, timeout=seconds * SECOND) for name, pool in BOUNDS.pools.items()})
+
+
 OVER = {kind: ORDER[kind][-1] for kind in Kind}
 
 
@@ -164,7 +171,7 @@ def test_controller_may_die_in_every_status_of_either_way() -> None:
 @settings(max_examples=40)
 @given(behaviour=st.lists(st.sampled_from(["well", "hangs", "breaks"]), min_size=4, max_size=4), keeps=st.booleans(), kills=KILLS)
 def test_request_whose_workers_do_not_come_up_ends_and_leaves_none_of_them(behaviour: list[str], keeps: bool, kills: frozenset[int]) -> None:
-    world = World(replace(BOUNDS, keeps_partial=keeps, timeout=20 * SECOND), list(behaviour))
+    world = World(replace(in_time(20), keeps_partial=keeps), list(behaviour))
     request = world.ask(kind=Kind.OUT, target=5)
     assert request is not None
     world.run(120, kills=kills)
@@ -217,7 +224,7 @@ def test_end_of_a_worker_that_nobody_tells_of_does_not_hold_the_next_request_up(
 @settings(max_examples=30)
 @given(st.lists(st.tuples(st.sampled_from([*Kind]), st.integers(1, 6), st.integers(0, 8), st.booleans()), max_size=12))
 def test_every_reader_of_the_log_knows_the_same_and_one_request_is_open_at_a_time(calls: list[tuple[Kind, int, int, bool]]) -> None:
-    world = World(behaviour=["well", "breaks", "hangs"], bounds=replace(BOUNDS, timeout=15 * SECOND))
+    world = World(behaviour=["well", "breaks", "hangs"], bounds=in_time(15))
     for kind, target, turns, is_killed in calls:
         try:
             world.ask(kind=kind, target=target)

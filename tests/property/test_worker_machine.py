@@ -6,10 +6,13 @@ The machine must be able to fail: each mutation below breaks one of the mechanis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from event_samples import ended, ready
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
@@ -17,13 +20,17 @@ from simulated_run import SimulatedRun
 
 from relax_events.broker.records import OutRecord
 from relax_events.broker.transactions import TransactionalWriter
-from relax_events.events.parts import TopicOffset
-from relax_events.events.types import SampleRolledOut, SampleScored
+from relax_events.events.codec import EventCodec
+from relax_events.events.parts import Outcome, TopicOffset
+from relax_events.events.tensors import dense
+from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupEnded, SampleReady, SampleRolledOut, SampleScored
 from relax_events.pipeline.join import GroupJoin
 from relax_events.pipeline.map_role import MapRole, next_offsets
+from relax_events.pipeline.worker import Worker
 from relax_events.topics import TopicPlan
+from relax_events.topics.plan import END_REQUESTS, TRAINED_FROM, TRAINER_INPUTS
 from relax_events.training import assembly
-from relax_events.training.assembly import DecidedGroups
+from relax_events.training.assembly import DecidedGroups, GroupAssembler
 from relax_events.training.commit import StepCommitter
 from workers.prompter import PrompterLoop
 
@@ -31,6 +38,8 @@ ROLES = ("trainer", "prompter", "reward", "advantage")
 SHARED = ("reward", "advantage")
 NAMES = [f"{role}-0" for role in ROLES] + [f"{role}-1" for role in SHARED]
 MAX_ROUNDS = 150
+FORGED, FORGED_TOKENS = "forged", np.array([6, 6, 6, 6], np.int32)
+CODEC = EventCodec()
 names = st.sampled_from(NAMES)
 indices = st.integers(0, 50)
 
@@ -38,14 +47,20 @@ indices = st.integers(0, 50)
 class WorkerMachine(RuleBasedStateMachine):
     """Rules are faults and turns; what they are given picks among what is there."""
 
+    run: SimulatedRun
+
     def __init__(self) -> None:
         super().__init__()
         self._patches = pytest.MonkeyPatch()
-        self.run = SimulatedRun(self._patches)
         self.zombies: list[Any] = []
 
     @initialize()
-    def start_roles(self) -> None:
+    def start_run(self) -> None:
+        self._start(SimulatedRun(self._patches))
+
+    def _start(self, run: SimulatedRun) -> None:
+        self.run = run
+        run.kafka.after_commit = self.offsets_pass_only_what_is_done
         for role in ROLES:
             self.run.start(role)
         while not self._due():
@@ -105,9 +120,11 @@ class WorkerMachine(RuleBasedStateMachine):
     def offset_commit_is_lost(self, name: str) -> None:
         self._alive(name).process.lost_commit = True
 
-    @rule(how=st.sampled_from(["done", "not done"]))
-    def transaction_is_unsure(self, how: str) -> None:
+    @rule(how=st.sampled_from(["done", "not done"]), turns=st.integers(1, 12))
+    def transaction_is_unsure(self, how: str, turns: int) -> None:
+        """There is work, and the trainer does not learn whether its next commit took effect."""
         self._alive("trainer-0").process.unsure_commit = how
+        self.everyone_works(turns, num_rolled_out=4)
 
     @rule(role=st.sampled_from(SHARED))
     def second_member_drains(self, role: str) -> None:
@@ -130,13 +147,48 @@ class WorkerMachine(RuleBasedStateMachine):
                 zombie.turn()
 
     @precondition(lambda self: self.run.ledger.issued)
-    @rule(pick=indices, entity=st.sampled_from(["rollout.samples", "reward.scores", "advantage.samples"]))
+    @rule(pick=indices, entity=st.sampled_from(["rollout.samples", "reward.scores", *TRAINER_INPUTS]))
     def poison(self, pick: int, entity: str) -> None:
         """Somebody writes what nobody can read, under a prompt group's key."""
         self._write(entity, self._pick_issued(pick), self.run.published_version, b"\xc3\x01poison")
 
+    @rule(
+        name=st.sampled_from(["", "nobody", "000001-1", "9" * 400]), outcome=st.sampled_from(list(Outcome)), entity=st.sampled_from(TRAINER_INPUTS)
+    )
+    def stranger_ends_what_is_none(self, name: str, outcome: Outcome, entity: str) -> None:
+        """Somebody asks the trainer to end what is no prompt group, or says that one was trained."""
+        is_trained = outcome is Outcome.TRAINED
+        event = ended("000004-0001-7", outcome) if is_trained else replace(ended("000001-0000-0", outcome), prompt_group_id=name)
+        self._write(entity, "000000-0000-0", self.run.published_version, CODEC.encode(event))
+
+    @precondition(lambda self: self.run.ledger.issued)
+    @rule(pick=indices, outcome=st.sampled_from([Outcome.TRAINED, Outcome.FILTERED, None]))
+    def other_role_says_what_only_the_neighbour_may(self, pick: int, outcome: Outcome | None) -> None:
+        """A role writes samples, or an outcome that isn't its to give, where it may ask for ends."""
+        name, version = self._pick_issued(pick), max(self.run.published_version, 0)
+        samples = [ready(name, index, version=version, tokens=FORGED_TOKENS) for index in range(2)]
+        for event in samples if outcome is None else [ended(name, outcome, reason=FORGED)]:
+            self._write("prompt.end-requests", name, self.run.published_version, CODEC.encode(event))
+
+    @precondition(lambda self: self.run.ledger.issued)
+    @rule(pick=indices, how=st.sampled_from(["of one sample", "other seat", "other key", "other partition", "of tomorrow"]))
+    def forged_sample_does_not_fit_the_issue(self, pick: int, how: str) -> None:
+        """Somebody may write the trainer's input, before the honest samples come, but does not know or keep to the terms of the issue."""
+        name, version = self._pick_issued(pick), max(self.run.published_version, 0)
+        changes = {"of one sample": {"samples_per_prompt": 1}, "other seat": {"group_index": 77}}.get(how, {})
+        for index in range(2):
+            event = ready(name, index, version=version, tokens=FORGED_TOKENS, **changes)
+            if how == "of tomorrow":
+                event = replace(event, prompt_group_id="000900-0000-0", sample_id=f"000900-0000-0/{index}", train_step=900, group_index=0, attempt=0)
+            place = (self.run.plan.topic(TRAINED_FROM), self.run.plan.partition(event.prompt_group_id, version))
+            if how == "other partition":
+                place = (place[0], (place[1] + 1) % self.run.plan.num_sample_partitions)
+            key = "000000-0000-0" if how == "other key" and name != "000000-0000-0" else event.prompt_group_id
+            if how != "other key" or key != name:
+                self.run.kafka.append(place, key=key.encode(), value=CODEC.encode(event), headers=[("policy-version", str(version).encode())])
+
     @precondition(lambda self: self.run.ledger.rolled_out)
-    @rule(pick=indices, entity=st.sampled_from(["rollout.samples", "reward.scores", "advantage.samples"]))
+    @rule(pick=indices, entity=st.sampled_from(["rollout.samples", "reward.scores", *TRAINER_INPUTS]))
     def record_is_doubled(self, pick: int, entity: str) -> None:
         entries = [entry for place in self.run.places(entity) for entry in self.run.kafka.visible(place, 0)]
         if entries:
@@ -148,17 +200,54 @@ class WorkerMachine(RuleBasedStateMachine):
         self.run.look()
         assert self.run.ledger.problems() == []
         assert self.run.ledger.figures()["staleness_max"] <= self.run.config.run.max_staleness
+        assert not any(end.reason == FORGED for end in self.run.events("control.group-outcomes") if isinstance(end, PromptGroupEnded))
 
-    @invariant()
+    def offsets_pass_only_what_is_done(self) -> None:
+        """Checked at every commit of offsets: a process that is killed at that moment reads again whatever it has not done."""
+        self.offsets_never_pass_a_sample_without_its_score()
+        self.offsets_never_pass_a_sample_without_its_advantages()
+        self.offsets_never_pass_a_prompt_group_without_its_end()
+
     def offsets_never_pass_a_sample_without_its_score(self) -> None:
         scored = {event.sample_id for event in self.run.events("reward.scores") if isinstance(event, SampleScored)}
-        committed = self.run.kafka.committed.get(self.run.plan.consumer_group("reward"), {})
-        oldest = self.run.published_version - self.run.config.run.max_staleness
+        assert all(sample.sample_id in scored for sample in self._passed_by("reward"))
+
+    def offsets_never_pass_a_sample_without_its_advantages(self) -> None:
+        done = self._group_ids("advantage.samples") | self._group_ids("control.group-outcomes")
+        assert all(sample.prompt_group_id in done for sample in self._passed_by("advantage"))
+
+    def _passed_by(self, role: str) -> Iterator[SampleRolledOut]:
+        """Give the samples of the window that a role's committed offsets have passed.
+
+        The window is that of the log at this moment: a role may have read of a version that the ledger has not looked at yet.
+        """
+        committed = self.run.kafka.committed.get(self.run.plan.consumer_group(role), {})
+        versions = [event.policy_version for event in self.run.events("control.policy-versions") if isinstance(event, PolicyVersionPublished)]
+        oldest = max(versions, default=-1) - self.run.config.run.max_staleness
         for place in self.run.places("rollout.samples"):
             for entry in self.run.kafka.visible(place, 0):
                 sample = self.run.decoded(entry.stored)
                 if entry.offset < committed.get(place, 0) and isinstance(sample, SampleRolledOut) and sample.policy_version >= oldest:
-                    assert sample.sample_id in scored
+                    yield sample
+
+    def _group_ids(self, entity: str) -> set[str]:
+        return {event.prompt_group_id for event in self.run.events(entity) if isinstance(event, SampleReady | PromptGroupEnded)}
+
+    def offsets_never_pass_a_prompt_group_without_its_end(self) -> None:
+        ended = self._group_ids("control.group-outcomes")
+        committed = self.run.kafka.committed.get(self.run.plan.consumer_group("trainer"), {})
+        for place in [place for entity in TRAINER_INPUTS for place in self.run.places(entity)]:
+            for entry in self.run.kafka.visible(place, 0):
+                is_passed = entry.offset < committed.get(place, 0) and not self._is_refused(place[0], self.run.decoded(entry.stored))
+                assert not is_passed or (entry.key or b"").decode() in ended
+
+    def _is_refused(self, topic: str, event: Event | None) -> bool:
+        """Tell whether an event on the trainer's input is none that its writer may say, so that it ends nothing."""
+        if isinstance(event, SampleReady) and np.array_equal(dense(event.tokens, what="tokens"), FORGED_TOKENS):
+            return True
+        if event is None or topic != self.run.plan.topic(END_REQUESTS):
+            return False
+        return not isinstance(event, PromptGroupEnded) or event.outcome in (Outcome.TRAINED, Outcome.FILTERED)
 
     def teardown(self) -> None:
         """End the faults; now every step must get its batch."""
@@ -187,6 +276,8 @@ class WorkerMachine(RuleBasedStateMachine):
         assert len(run.ledger.trained_groups) == wanted.num_steps * wanted.groups_per_step
         assert len(run.ledger.trained) == wanted.num_steps * wanted.groups_per_step * wanted.samples_per_prompt
         assert run.ledger.figures()["outcomes"]["in_flight"] == 0
+        assert run.ledger.skipped == run.ledger.not_finite
+        assert run.ledger.figures()["updates_skipped"] == len(run.ledger.skipped)
 
     def _serve(self, num_rolled_out: int) -> None:
         """Let engines on the newest version finish so many prompt groups, and settle their leases."""
@@ -225,12 +316,11 @@ class WorkerMachine(RuleBasedStateMachine):
 
 
 class OverlapMachine(WorkerMachine):
-    """The same, of a trainer that is ahead of the log by a step. (A fixed exploration follows from its machine's text, so that stays as it is.)"""
+    """The same, of a trainer that is ahead of the log by a step, with samples of several steps ahead of the trainer."""
 
-    def __init__(self) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SimulatedRun, "overlap", True)
-            super().__init__()
+    @initialize(max_staleness=st.sampled_from([1, 3, 5]))
+    def start_run(self, max_staleness: int) -> None:  # type: ignore[override]  # hypothesis fills it in
+        self._start(SimulatedRun(self._patches, overlap=True, max_staleness=max_staleness, num_steps=8))
 
 
 def explore(*, max_examples: int, is_fixed: bool = True, machine: type[WorkerMachine] = WorkerMachine) -> None:
@@ -248,8 +338,9 @@ def explore(*, max_examples: int, is_fixed: bool = True, machine: type[WorkerMac
     run_state_machine_as_test(machine, settings=chosen)
 
 
-def test_promises_hold_under_every_interleaving_and_crash() -> None:
-    explore(max_examples=25)
+@pytest.mark.parametrize("machine", [WorkerMachine, OverlapMachine])
+def test_promises_hold_under_every_interleaving_and_crash(machine: type[WorkerMachine]) -> None:
+    explore(max_examples=25, machine=machine)
 
 
 @pytest.mark.long
@@ -259,8 +350,10 @@ def test_promises_hold_under_many_more(machine: type[WorkerMachine]) -> None:
     explore(max_examples=500, is_fixed=False, machine=machine)
 
 
-def commit_before_output(role: MapRole, records: list[Any]) -> None:
+def commit_before_output(role: MapRole) -> None:
     """Commit the input offsets, then write the output."""
+    records = list(role._fetched)
+    role._fetched.clear()
     role._consumer.commit(next_offsets(records))
     fit = [(record, sample) for record in records if (sample := role._sample(record)) is not None]
     for out in role._outputs(fit):
@@ -283,10 +376,16 @@ def one_transaction_each(whole: Callable[..., None]) -> Callable[..., None]:
     return commit
 
 
+def newest_read(assembler: GroupAssembler) -> list[TopicOffset]:
+    """Return how far was read, whatever is still undecided."""
+    return [TopicOffset(*place, position) for place, position in assembler._positions.items()]
+
+
 unique = iter(range(1_000_000_000))
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "offsets are committed before the output": (MapRole, "_process", commit_before_output),
     "offsets pass open prompt groups": (GroupJoin, "low_watermarks", newest_positions),
+    "offsets pass undecided prompt groups": (GroupAssembler, "consumed", newest_read),
     "the trainer forgets what it decided": (DecidedGroups, "__contains__", lambda *_: False),
     "the window is not looked at": (assembly, "is_expired", lambda *_, **__: False),
     "an unsure commit is made again": (StepCommitter, "_is_committed", lambda *_: False),
@@ -295,9 +394,21 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "what ended untrained is not issued again": (PrompterLoop, "_replace", lambda *_: None),
 }
 
+RARELY_FOUND = {"the window is not looked at"}
+"""The explorations of these take minutes."""
 
-@pytest.mark.parametrize("name", MUTATIONS)
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if name in RARELY_FOUND else name for name in MUTATIONS])
 def test_machine_finds_a_broken_mechanism(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*MUTATIONS[name])
+    if name == "the window is not looked at":  # by the role before the trainer either, which leaves next to nothing for it to expire
+        monkeypatch.setattr(Worker, "is_expired", lambda *_: False)
     with pytest.raises(AssertionError):
-        explore(max_examples=60)
+        explore_several()
+
+
+def explore_several() -> None:
+    """Run fixed explorations, each another one; most of them find what is broken at once."""
+    for max_examples in (25, 26, 27, 60):
+        explore(max_examples=max_examples)

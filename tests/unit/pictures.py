@@ -13,6 +13,7 @@ import torch
 from engine_requests import fresh_sample
 from numpy.typing import NDArray
 from PIL import Image
+from small_settings import small_run
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -52,7 +53,7 @@ def picture_run(folder: Path, **sections: Mapping[str, Any]) -> RunConfig:
     }
     for name, keys in sections.items():
         tree[name] = {**tree.get(name, {}), **keys}
-    return RunConfig.model_validate(tree)
+    return small_run(tree)
 
 
 def picture_file(width: int, height: int, *, seed: int = 0, kind: str = "PNG") -> bytes:
@@ -83,8 +84,8 @@ def prompt_of(media: Sequence[ProcessedMedia], *, path: Path | None = None, boun
 def picture_engine(path: Path | None = None, **settings: Any) -> TransformersEngine:
     """Open an engine on one CPU thread."""
     path = path or picture_model()
-    config = EngineConfig(**{"max_running_samples": 16, "max_context_tokens": 256} | settings)
-    return TransformersEngine(path, config=config, model=ModelConfig(path=path, device="cpu"))
+    config = EngineConfig(**{"threads": 1, "max_running_samples": 16, "max_context_tokens": 256} | settings)
+    return TransformersEngine(path, config=config, model=ModelConfig(dtype="float32", path=path, device="cpu"))
 
 
 def shown(library: MediaLibrary, *sizes: tuple[int, int], seed: int = 0) -> tuple[ProcessedMedia, ...]:

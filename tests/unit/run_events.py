@@ -1,21 +1,22 @@
 """Made-up control events of a run, for what shows and reports runs."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from event_samples import ended, issued, ready, rolled_out, scored
+from small_settings import small_run
 
 from relax_events.config import RunConfig
-from relax_events.events.parts import WorkerState
-from relax_events.events.types import TrainStepCommitted, WorkerBeat
-
-NOTHING = np.array([], np.int32)
+from relax_events.events.parts import Outcome, TopicOffset, WorkerState
+from relax_events.events.types import Event, TrainStepCommitted, WorkerBeat
 
 
 def run_config(directory: Path = Path(".relax"), **run: Any) -> RunConfig:
     """Return a run of four steps."""
     tree = {"id": "shown", "num_steps": 4, "max_staleness": 2, "directory": directory}
-    return RunConfig.model_validate({"run": tree | run, "model": {"path": "model"}, "data": {"source": "jsonl:rows"}})
+    return small_run({"run": tree | run, "model": {"path": "model"}, "data": {"source": "jsonl:rows"}})
 
 
 def train_step(step: int, *, at_seconds: float, staleness: tuple[int, ...] = (1, 1), **figures: float) -> TrainStepCommitted:
@@ -25,10 +26,10 @@ def train_step(step: int, *, at_seconds: float, staleness: tuple[int, ...] = (1,
         policy_version=step + 1,
         prompt_group_ids=[f"{step:06d}-0000-0"],
         sample_ids=[f"{step:06d}-0000-0/0", f"{step:06d}-0000-0/1"],
-        partitions=NOTHING,
-        offsets=NOTHING,
-        ranks=NOTHING,
-        micro_batches=NOTHING,
+        partitions=np.zeros(2, np.int32),
+        offsets=np.array([2 * step, 2 * step + 1], np.int64),
+        ranks=np.zeros(2, np.int32),
+        micro_batches=np.zeros(2, np.int32),
         consumed=[],
         staleness_counts=list(staleness),
         figures={"reward_mean": 0.5, "loss": 0.25, "kl_estimate": 0.003, "staleness_mean": 0.5, "num_tokens": 100.0, **figures},
@@ -36,6 +37,25 @@ def train_step(step: int, *, at_seconds: float, staleness: tuple[int, ...] = (1,
         weights_digest=bytes([step % 256] * 32),
         committed_at=int(at_seconds * 1e6),
     )
+
+
+def records_of(step: TrainStepCommitted, *, version: int) -> list[tuple[Event, TopicOffset]]:
+    """Return the records of a `train_step` and of its prompt group, which this version generated, with their places."""
+    (group,) = step.prompt_group_ids
+    records: list[tuple[Event, TopicOffset]] = [(issued(group), at("prompt.groups", step.train_step))]
+    for index, offset in enumerate(step.offsets.tolist()):  # type: ignore[union-attr]
+        records += [
+            (rolled_out(group, index, version=version), at("rollout.samples", offset)),
+            (scored(group, index, version=version), at("reward.scores", offset)),
+            (ready(group, index, version=version), at("advantage.samples", offset)),
+        ]
+    end = replace(ended(group, Outcome.TRAINED, version=version), trainer_version=step.train_step)
+    return [*records, (step, at("control.train-steps", step.train_step)), (end, at("control.group-outcomes", step.train_step))]
+
+
+def at(entity: str, offset: int = 0) -> TopicOffset:
+    """Return a place in a topic of one partition."""
+    return TopicOffset(f"relax.shown.{entity}", 0, offset)
 
 
 def beat(worker_id: str, *, at_seconds: float, state: WorkerState = WorkerState.WORKING, pid: int = 1) -> WorkerBeat:

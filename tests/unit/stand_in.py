@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 
+from relax_events.telemetry.final_error import write_final_error
+
 
 def main(deed: str, *words: str) -> None:
     """Do what is asked for."""
@@ -16,7 +18,9 @@ def main(deed: str, *words: str) -> None:
         print(json.dumps(seen))
     elif deed == "end":
         print("error: the reason")
-        sys.exit(int(words[0]))
+        if not words[0].isdecimal():
+            write_final_error(type(words[0], (Exception,), {})("no room for 7.42 GiB"), exit_code=1)
+        sys.exit(int(words[0]) if words[0].isdecimal() else 1)
     elif deed == "drain":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         print("up", flush=True)

@@ -61,9 +61,9 @@ def test_beat_carries_what_the_worker_did(clocked: Clocked) -> None:
     assert isinstance(beat, WorkerBeat)
     assert (beat.num_processed, beat.num_in_flight, beat.policy_version, beat.metrics_port, beat.pid) == (7, 2, 5, 9090, os.getpid())
     assert beat.last_progress_at >= before
-    assert clocked.beats.seconds_since_beat == 0.0
+    assert clocked.beats.seconds_since_turn == 0.0
     clocked.now += 3.0
-    assert clocked.beats.seconds_since_beat == 3.0
+    assert clocked.beats.seconds_since_turn == 3.0
 
 
 def test_every_few_beats_throughput_is_reported(clocked: Clocked) -> None:
@@ -74,34 +74,94 @@ def test_every_few_beats_throughput_is_reported(clocked: Clocked) -> None:
     assert [report.values for report in reports] == [{"records_per_second": 5.0, "busy_ratio": 0.25}] * 2
 
 
+def newest(clocked: Clocked) -> WorkerBeat:
+    return [event for event in clocked.sent if isinstance(event, WorkerBeat)][-1]
+
+
 def test_beat_tells_since_when_there_was_work_without_progress_and_waiting_is_none(clocked: Clocked, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 5_000_000
-    monkeypatch.setattr("relax_events.pipeline.beats.now_micros", lambda: now)
+    wall = 5_000_000
+    monkeypatch.setattr("relax_events.pipeline.beats.now_micros", lambda: wall)
 
-    def told(state: WorkerState) -> int | None:
-        clocked.tick(state, after=1.0)
-        beat = clocked.sent[-1] if isinstance(clocked.sent[-1], WorkerBeat) else clocked.sent[-2]
-        assert isinstance(beat, WorkerBeat)
-        return beat.busy_since
+    def busy_micros(state: WorkerState, *, after: float = 1.0) -> int | None:
+        clocked.tick(state, after=after)
+        beat = newest(clocked)
+        return None if beat.busy_since is None else beat.beat_at - beat.busy_since
 
-    assert told(WorkerState.IDLE) is None
-    assert told(WorkerState.WORKING) == 5_000_000
-    now = 9_000_000
-    assert told(WorkerState.WORKING) == 5_000_000
+    assert busy_micros(WorkerState.IDLE) is None
+    assert busy_micros(WorkerState.WORKING) == 0
+    wall -= 3_600_000_000  # a step of the wall clock makes nobody look stuck
+    assert busy_micros(WorkerState.WORKING, after=4.0) == 4_000_000
     assert clocked.beats.busy_seconds == 4.0
     clocked.beats.advance_to(0)
-    assert told(WorkerState.WORKING) == 5_000_000, "as many tokens as before"
+    assert busy_micros(WorkerState.WORKING) == 5_000_000, "as many tokens as before"
     clocked.beats.advance_to(7)
-    assert told(WorkerState.WORKING) == 9_000_000
-    assert told(WorkerState.IDLE) is None
+    assert busy_micros(WorkerState.WORKING) == 0
+    assert busy_micros(WorkerState.IDLE) is None
     assert clocked.beats.busy_seconds == 0.0
 
 
-def test_time_of_loading_is_no_time_without_work(clocked: Clocked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_of_loading_is_no_time_without_work(clocked: Clocked) -> None:
     clocked.tick(WorkerState.STARTING)
-    loaded_at = clocked.beats.started_at + 1_800_000_000
-    monkeypatch.setattr("relax_events.pipeline.beats.now_micros", lambda: loaded_at)
-    clocked.tick(WorkerState.IDLE, after=1800.0)
-    monkeypatch.setattr("relax_events.pipeline.beats.now_micros", lambda: loaded_at + 5_000_000)
-    clocked.tick(WorkerState.IDLE, after=5.0)
-    assert [event.last_progress_at for event in clocked.sent if isinstance(event, WorkerBeat)][1:] == [loaded_at, loaded_at]
+    ages = []
+    for after in (1800.0, 5.0):
+        clocked.tick(WorkerState.IDLE, after=after)
+        ages.append(newest(clocked).beat_at - newest(clocked).last_progress_at)
+    assert ages == [0, 5_000_000]
+
+
+def inside(clocked: Clocked, *, after: float) -> WorkerBeat | None:
+    """Let time pass, and have the other thread look; return the beat that it sent."""
+    clocked.now += after
+    num_sent = len(clocked.sent)
+    clocked.beats.beat_inside_activity()
+    return newest(clocked) if len(clocked.sent) > num_sent else None
+
+
+def test_beats_go_on_inside_a_long_call_and_name_it_with_its_deadline(clocked: Clocked) -> None:
+    clocked.tick(WorkerState.IDLE)
+    assert inside(clocked, after=100.0) is None, "between calls a loop that does not turn is silent"
+    with clocked.beats.activity("publish weights", deadline_seconds=60.0):
+        assert inside(clocked, after=0.0) is not None
+        assert inside(clocked, after=0.5) is None, "no beat is due"
+        beat = inside(clocked, after=50.0)
+    assert beat is not None
+    assert beat.activity_since is not None
+    assert beat.activity_deadline_at is not None
+    assert (beat.activity, beat.state, beat.busy_since) == ("publish weights", WorkerState.WORKING, None)
+    assert (beat.beat_at - beat.activity_since, beat.activity_deadline_at - beat.beat_at) == (50_500_000, 9_500_000)
+    clocked.tick(WorkerState.WORKING, after=1.0)
+    assert (newest(clocked).activity, newest(clocked).activity_since, newest(clocked).activity_deadline_at) == ("", None, None)
+    assert inside(clocked, after=100.0) is None
+
+
+def test_long_call_that_returns_is_progress_and_one_that_fails_or_only_waits_is_none(clocked: Clocked) -> None:
+    clocked.tick(WorkerState.WORKING)
+    with clocked.beats.activity("wait for the other ranks", deadline_seconds=60.0, is_progress=False):
+        clocked.now += 10.0
+        assert clocked.beats.busy_seconds == 0.0, "its own deadline counts"
+    assert clocked.beats.busy_seconds == 10.0
+    with pytest.raises(OSError, match="gone"), clocked.beats.activity("load weights", deadline_seconds=60.0):  # noqa: PT012 as it fails late
+        clocked.now += 10.0
+        raise OSError("gone")
+    assert (clocked.beats.busy_seconds, clocked.beats.seconds_since_turn) == (20.0, 0.0)
+    with clocked.beats.activity("load weights", deadline_seconds=60.0):
+        clocked.now += 10.0
+    assert clocked.beats.busy_seconds == 0.0
+
+
+def test_deadline_of_a_call_counts_from_its_newest_progress_and_that_of_an_outer_one_from_its_own(clocked: Clocked) -> None:
+    def overdue() -> str:
+        current = clocked.beats.current_activity
+        return current.name if current is not None and current.is_overdue else ""
+
+    with clocked.beats.activity("start", deadline_seconds=30.0), clocked.beats.activity("score samples", deadline_seconds=20.0):
+        for _ in range(2):
+            clocked.now += 14.0
+            clocked.beats.advance()
+        assert overdue() == ""
+        clocked.now += 3.0
+        assert overdue() == "start", "progress inside does not move it"
+    with clocked.beats.activity("score samples", deadline_seconds=20.0):
+        clocked.now += 21.0
+        assert overdue() == "score samples"
+    assert overdue() == ""

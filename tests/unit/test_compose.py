@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 import yaml
 
 from relax_events.cli.app import app
-from relax_events.config import BrokerConfig, WorkersConfig, load_run_config
+from relax_events.config import BrokerConfig, load_run_config
 from relax_events.plugins import ROLES
 from stack.images import further_targets
 
@@ -25,8 +23,6 @@ INSTALLED = {role.name for role in entry_points(group=ROLES) if role.value.start
 WORKERS = {name: service for name, service in SERVICES.items() if service.get("command", [""])[0] == "worker"}
 OURS = {name: service for name, service in SERVICES.items() if "build" in service}
 DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")
-HEAVY = ("torch", "transformers", "safetensors", "tokenizers", "opentelemetry")
-LIGHT = f"import sys, {{modules}}\nprint([name for name in {HEAVY} if name in sys.modules])"
 
 
 def settled(text: str) -> str:
@@ -59,11 +55,50 @@ def test_service_is_bounded_and_its_image_can_be_chosen(name: str) -> None:
     assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
 
 
+def files_of_the_stack() -> dict[str, dict[str, Any]]:
+    """Return the services of each compose file that name an image."""
+    read = {file.stem: (yaml.safe_load(file.read_text()).get("services") or {}) for file in sorted(COMPOSE.glob("*.yml"))}
+    return {f"{stem}-{name}": service for stem, services in read.items() for name, service in services.items() if service and "image" in service}
+
+
+@pytest.mark.parametrize("name", [name for name in files_of_the_stack() if not name.startswith(("gpu-", "trackers-"))])
+def test_no_container_has_capabilities_or_a_disk_of_its_own(name: str) -> None:
+    service = files_of_the_stack()[name]
+    assert (service["read_only"], service["cap_drop"], service["security_opt"]) == (True, ["ALL"], ["no-new-privileges:true"])
+    assert [path for path in service["tmpfs"] if path.startswith("/tmp")]
+    assert not {"privileged", "network_mode", "pid", "ipc", "cap_add"} & set(service)
+    assert not [mount for mount in service.get("volumes", []) if "docker.sock" in mount]
+
+
+def test_pages_without_a_login_are_for_this_machine_and_can_not_be_told_to_change_or_end() -> None:
+    for name in ("prometheus", "alertmanager"):
+        service = SERVICES[name]
+        assert len(service["ports"]) == 1
+        assert service["ports"][0].startswith("127.0.0.1:")
+        assert not [word for word in service["command"] if "enable-admin-api" in word or "enable-lifecycle" in word]
+
+
+def test_uv_comes_by_version_and_hash_into_the_image_and_into_the_environment() -> None:
+    for text in ((COMPOSE / "Dockerfile").read_text(), (ROOT / "Makefile").read_text()):
+        (install,) = re.findall(r"pip install (.*requirements/tools.txt)", text)
+        assert "--require-hashes" in install
+        assert "--no-deps" in install
+        assert not re.search(r"pip install [^\n]*\buv\b(?! pip)", text)
+    assert pins("tools.txt") == {(ROOT / "requirements" / "tools.in").read_text().strip()}
+
+
+def test_image_is_given_the_requirements_that_it_copies() -> None:
+    copied = set(re.findall(r"^COPY (requirements/\S+)", (COMPOSE / "Dockerfile").read_text(), re.MULTILINE))
+    given = set(re.findall(r"^!(requirements/\S+)", (ROOT / ".dockerignore").read_text(), re.MULTILINE))
+    assert copied - {"requirements/${ACCELERATOR}.txt"} | {"requirements/cpu.txt", "requirements/cuda.txt"} == given
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_containers_of_ours_can_change_nothing_but_their_volume(name: str) -> None:
     service = OURS[name]
     assert (service["read_only"], service["cap_drop"], service["security_opt"]) == (True, ["ALL"], ["no-new-privileges:true"])
-    assert service["volumes"] == ["files:/srv/relax/.relax", "${RUN_FILES:-../configs}:/srv/relax/configs:ro"]
+    files = "files:/srv/relax/.relax" + (":ro" if name == "reward" else "")
+    assert service["volumes"] == [files, "${RUN_FILES:-../configs}:/srv/relax/configs:ro"]
     assert not [key for key in service["environment"] if re.search("PASSWORD|SECRET|KEY", key)]
 
 
@@ -75,7 +110,7 @@ def test_worker_starts_after_topics_and_model_and_again_when_it_dies(name: str) 
     assert SERVICES["topics"]["depends_on"] == {"kafka": {"condition": "service_healthy"}}
     assert service["restart"] == "on-failure"
     assert "healthcheck" not in service  # the image's own
-    assert float(service["stop_grace_period"].removesuffix("s")) > WorkersConfig().drain_seconds
+    assert float(service["stop_grace_period"].removesuffix("s")) > float(service["environment"]["RELAX_WORKERS__DRAIN_SECONDS"])
 
 
 def test_image_asks_the_worker_how_it_is_runs_as_nobody_special_and_hands_signals_on() -> None:
@@ -84,14 +119,30 @@ def test_image_asks_the_worker_how_it_is_runs_as_nobody_special_and_hands_signal
     assert {service["build"]["target"] for service in OURS.values()} == {"light", "model"} < set(stages)
     assert re.search(r'^USER relax\b.*^ENTRYPOINT \["relax"\]$', text, re.MULTILINE | re.DOTALL)
     assert re.search(r'^HEALTHCHECK .* CMD \["relax", "health"\]$', text, re.MULTILINE)
-    assert text.count("--require-hashes") == 3
+    assert text.count("--require-hashes") == 4
 
 
-def test_roles_of_the_light_image_load_no_model_library_and_no_tracing() -> None:
-    roles = [role for role, service in WORKERS.items() if service["build"]["target"] == "light"]
-    modules = ", ".join(f"workers.{role}" for role in roles)
-    asked = subprocess.run([sys.executable, "-c", LIGHT.format(modules=modules)], capture_output=True, text=True, timeout=60, check=True)
-    assert (sorted(roles), asked.stdout.strip()) == (["advantage", "controller", "metrics", "prompter", "reward"], "[]")
+def test_reward_worker_which_may_run_programs_shares_a_network_with_the_broker_and_with_who_scrapes_it() -> None:
+    networks = {name: list(service.get("networks", ["default"])) for name, service in SERVICES.items()}
+    assert networks["reward"] == ["scoring"]
+    assert {name for name, those in networks.items() if "scoring" in those} == {"kafka", "prometheus", "reward"}
+    assert STACK["networks"]["scoring"] == {"internal": True, "driver_opts": {"com.docker.network.bridge.inhibit_ipv4": "true"}}
+    assert SERVICES["reward"]["pids_limit"] == 1024
+
+
+def test_prometheus_asks_the_reward_workers_and_does_not_listen_to_them() -> None:
+    (option,) = [word for word in SERVICES["prometheus"]["command"] if word.startswith("--web.listen-address=")]
+    networks = SERVICES["prometheus"]["networks"]
+    assert option == f"--web.listen-address={networks['default']['aliases'][0]}:9090"
+    assert networks["scoring"] == {}
+
+
+@pytest.mark.parametrize("overlay", ["outside", "s3", "existing-cluster"])
+def test_reward_worker_that_needs_the_outside_gets_a_network_of_its_own_for_that(overlay: str) -> None:
+    laid = yaml.safe_load((COMPOSE / f"{overlay}.yml").read_text())
+    assert laid["services"]["reward"]["networks"] == ["scoring", "outside"]
+    assert laid["networks"] == {"outside": {}}
+    assert not [name for name, service in laid["services"].items() if name != "reward" and "outside" in service.get("networks", [])]
 
 
 def pins(file: str) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,81 @@ def test_misplaced_secret_is_not_shown(tmp_path: Path, override: str) -> None:
 def test_secret_files_are_for_secrets(tmp_path: Path) -> None:
     said = refusal(tmp_path, '[broker.secret_files]\n"linger.ms" = "/run/secrets/linger"')
     assert "linger.ms is no secret setting of librdkafka" in said
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "remedy"),
+    [
+        (f"objects.uri=s3://AKIAKEY:{SECRET}@bucket/x", "objects.uri", "AWS_ACCESS_KEY_ID"),
+        (f"objects.uri=s3://AKIAKEY:a/{SECRET}@bucket/x", "objects.uri", "AWS_ACCESS_KEY_ID"),
+        (f'objects.allowed_roots=["s3://pictures/","s3://{SECRET}@bucket/"]', "objects.allowed_roots.1", "AWS_ACCESS_KEY_ID"),
+        (f'reward.options={{url="http://user:{SECRET}@svc/score"}}', "reward.options.url", "options.token_variable"),
+        (f'reward.options={{deep=[{{service="HTTPS://{SECRET}@svc"}}]}}', "reward.options.deep.0.service", "options.token_variable"),
+        (f'reward.routes={{math={{options={{url="http://u:{SECRET}@svc"}}}}}}', "reward.routes.math.options.url", "options.token_variable"),
+        (f'reward.options={{url="https://svc/score?api_key={SECRET}"}}', "reward.options.url", "options.token_variable"),
+        (f"broker.bootstrap_servers=user:{SECRET}@kafka:9092", "broker.bootstrap_servers", "broker.password_file"),
+        (f'broker.client={{"metadata.broker.list"="a:1,u:{SECRET}@b:2"}}', "broker.client.metadata.broker.list", "broker.password_file"),
+        (f"broker.schema_registry=http://user:{SECRET}@registry", "broker.schema_registry", "schema_registry_login_file"),
+        (f'judge.engine.sglang.urls=["http://u:{SECRET}@judge:30000"]', "judge.engine.sglang.urls.0", "environment variable"),
+        (f'engine.sglang.urls=["u:{SECRET}@server:30000"]', "engine.sglang.urls.0", "environment variable"),
+        (f"telemetry.traces.endpoint=http://u:{SECRET}@collector/v1/traces", "telemetry.traces.endpoint", "OTEL_EXPORTER_OTLP_HEADERS"),
+        (f"telemetry.tracker_project=http://u:{SECRET}@tracker/p", "telemetry.tracker_project", "environment"),
+        (f'data.options={{mirror="ftp://u:{SECRET}@mirror"}}', "data.options.mirror", "environment variable"),
+    ],
+)
+def test_address_with_a_login_is_refused(tmp_path: Path, override: str, key: str, remedy: str) -> None:
+    said = refusal(tmp_path, "", override)
+    assert said.startswith(f"{key} holds an address with a")
+    assert remedy in said
+    assert SECRET not in said
+    assert "AKIAKEY" not in said
+
+
+def test_login_is_not_shown_by_an_argument_that_is_misplaced(tmp_path: Path) -> None:
+    assert SECRET not in refusal(tmp_path, "", f"http://user:{SECRET}@svc")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        'reward.options={url="http://[::1]:30000/score?model=a@b"}',
+        'reward.options={url="http://svc:8080/users/a@b", contact="me@example.org"}',
+        "objects.uri=file:///data/a@b",
+        'data.system_prompt="a login is written as http://user:word@host"',
+        'broker.bootstrap_servers="a:9092,[::1]:9092"',
+    ],
+)
+def test_address_without_a_login_is_taken(tmp_path: Path, override: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(HEAD)
+    load_run_config(path, [override], environment={})
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ('url="https://svc", token_variable="AWS_SECRET_ACCESS_KEY"', "take a name such as JUDGE_TOKEN or REWARD_MATH_TOKEN, or list"),
+        ('url="https://svc", token_variable="RELAX_DATA__TOKEN"', "take a name such as JUDGE_TOKEN"),
+        ('url="https://svc", key_variable="HF_TOKEN"', "options.key_variable = 'HF_TOKEN' names an environment variable"),
+        ('url="http://judge:30000", token_variable="JUDGE_TOKEN"', "would be sent unencrypted to http://judge:30000; take an https address"),
+        ('url="http://127.0.0.1.evil.example", token_variable="JUDGE_TOKEN"', "would be sent unencrypted"),
+    ],
+)
+@pytest.mark.parametrize("place", ["reward.options={{{}}}", "reward.routes={{math={{options={{{}}}}}}}"])
+def test_variable_that_would_be_sent_is_refused(tmp_path: Path, options: str, rule: str, place: str) -> None:
+    assert rule in refusal(tmp_path, "", place.format(options))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        'reward.options={url="https://svc", token_variable="JUDGE_TOKEN"}',
+        'reward.options={url="http://127.0.0.1:1", token_variable="REWARD_MATH_TOKEN"}',
+        'reward.options={url="http://[::1]:1", token_variable="RELAX_TOKEN"}',
+        'reward.options={url="https://svc", token_variable="OPENAI_API_KEY"} reward.environment=["OPENAI_API_KEY"]',
+    ],
+)
+def test_variable_of_a_token_is_taken(tmp_path: Path, override: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(HEAD)
+    load_run_config(path, re.split(r" (?=reward\.)", override), environment={})

@@ -55,7 +55,7 @@ def test_workers_of_a_run_are_told_their_own_principal_and_not_where_the_others_
 ) -> None:
     monkeypatch.setenv("RELAX_BROKER__CREDENTIALS", str(tmp_path / "security"))
     workers = Supervisor(as_principal(secured, "operator"), tmp_path / "run.json")._processes
-    told = {name: managed.order.environment for name, managed in workers.items()}
+    told = {name: order.environment for managed in workers.values() for name, order in managed.orders.items()}
     assert {name: told[name]["RELAX_BROKER__USERNAME"] for name in ("trainer-0", "rollout-0", "metrics-0")} == {
         "trainer-0": "relax.demo.trainer",
         "rollout-0": "relax.demo.rollout",

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -144,6 +145,42 @@ def test_jsonl_reads_compressed_files(tmp_path: Path, suffix: str) -> None:
     path.write_bytes(b"no such thing")
     with pytest.raises(ConfigError, match=rf"rows.jsonl.{suffix} can't be read"):
         open_source(jsonl(path), seed=0)
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst", "bz2"])
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({}, r"unpacks to more than data\.max_unpacked_ratio = 200 times its \d+ bytes; set that higher if the file really holds so much"),
+        ({"max_unpacked_ratio": 10**9, "max_unpacked_bytes": 2**20}, r"unpacks to more than data\.max_unpacked_bytes = 1048576; set that higher"),
+    ],
+)
+def test_jsonl_refuses_a_file_of_which_a_few_bytes_would_fill_the_disk(
+    tmp_path: Path, suffix: str, settings: dict[str, int], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relax_events.data.jsonl.FREE_BYTES", 2**20)
+    path = tmp_path / f"rows.jsonl.{suffix}"
+    with pa.CompressedOutputStream(pa.OSFile(str(path), "wb"), {"gz": "gzip", "zst": "zstd", "bz2": "bz2"}[suffix]) as file:
+        for _ in range(16):
+            file.write(b" " * 2**20)
+    with pytest.raises(ConfigError, match=text):
+        open_source(jsonl(path, **settings), seed=0)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
+def test_jsonl_refuses_what_is_no_regular_file(tmp_path: Path, name: str) -> None:
+    """Reading a pipe that nobody writes to would never end."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"{name} can't be read: it is no regular file"):
+        open_source(jsonl(tmp_path / name), seed=0)
+    with pytest.raises(ConfigError, match="can't be read: it is no regular file"):
+        open_source(jsonl(Path("/dev/zero")), seed=0)
+
+
+def test_parquet_refuses_what_is_no_regular_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "train-00000.parquet")
+    with pytest.raises(ConfigError, match=r"train-00000.parquet is no regular file"):
+        open_source(DataConfig(source=f"parquet:{tmp_path}"), seed=0)
 
 
 def test_jsonl_leaves_unfit_rows_out_up_to_the_limit(tmp_path: Path) -> None:

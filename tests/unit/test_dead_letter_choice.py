@@ -99,6 +99,8 @@ def test_mark_names_the_letter_and_holds_nothing() -> None:
     [
         ("relax.run.control.train-steps", 0),
         ("relax.other.rollout.samples", 0),
+        ("relax.run.advantage.samples", 0),
+        ("relax.run.prompt.groups", 0),
         ("relax.run.rollout.samples", 6),
         ("relax.run.rollout.samples", -1),
         ("relax.run.reward.dead-letters", 0),
@@ -111,10 +113,16 @@ def test_forged_origin_is_refused(topic: str, partition: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("topic", "partition"), [("relax.run.rollout.samples", 5), ("relax.run.prompt.groups", 3), ("relax.run.advantage.samples", 0)]
+    ("role", "topic", "partition"),
+    [
+        ("reward", "relax.run.rollout.samples", 5),
+        ("rollout", "relax.run.prompt.groups", 3),
+        ("trainer", "relax.run.advantage.samples", 0),
+        ("trainer", "relax.run.prompt.end-requests", 0),
+    ],
 )
-def test_origin_that_roles_work_off_is_taken(topic: str, partition: int) -> None:
-    require_origin(replace(LETTER, origin_topic=topic, origin_partition=partition), PLAN)
+def test_origin_that_the_role_works_off_is_taken(role: str, topic: str, partition: int) -> None:
+    require_origin(replace(LETTER, role=role, origin_topic=topic, origin_partition=partition), PLAN)
 
 
 def test_bytes_are_shown_as_hexadecimal_and_text() -> None:

@@ -41,3 +41,10 @@ def test_explain_death_ignores_the_log_of_earlier_brokers(tmp_path: Path) -> Non
 
 def test_explain_death_says_so_when_nothing_was_printed(tmp_path: Path) -> None:
     assert "(it printed nothing)" in str(explain(tmp_path, ""))
+
+
+def test_explain_death_gives_the_cause_and_no_stack_when_java_threw(tmp_path: Path) -> None:
+    stack = "".join(f"\tat kafka.Some.place(Some.java:{line})\n" for line in range(40))
+    cause = "Caused by: java.nio.file.InvalidPathException: Malformed input: /my dir"
+    error = explain(tmp_path, f"[main] ERROR Exiting\njava.lang.RuntimeException: outer\n{stack}{cause}\n{stack}\t... 12 more\n")
+    assert str(error).endswith(f"ended by itself: {cause}; see {tmp_path / 'broker.log'}")

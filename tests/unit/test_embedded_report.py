@@ -8,19 +8,23 @@ import pytest
 from relax_events.broker.embedded.report import BrokerReport, broker_report
 from relax_events.cli.broker import app
 
-REPORT = BrokerReport("/node", True, "127.0.0.1:20001", 77, "4.3.1", 61.7, 3 << 19, 5 << 20)
+REPORT = BrokerReport("/node", True, "127.0.0.1:20001", 77, "relax run", [81, 92], "no", "4.3.1", 61.7, 3 << 19, 5 << 20)
 
 
 def test_report_aligns_fields_when_shown_as_text() -> None:
     assert REPORT.as_text().splitlines() == [
-        "state              running",
-        "bootstrap servers  127.0.0.1:20001",
-        "pid                77",
-        "Kafka version      4.3.1",
-        "uptime             62 s",
-        "log                1.50 MiB",
-        "disk use           5.00 MiB",
-        "directory          /node",
+        "state               running",
+        "bootstrap servers   127.0.0.1:20001",
+        "clients log in      no",
+        "pid                 77",
+        "Kafka version       4.3.1",
+        "uptime              62 s",
+        "started by          relax run",
+        "runs until          nobody uses it",
+        "used by             process 81, process 92",
+        "records on disk     5.00 MiB",
+        "size of broker.log  1.50 MiB",
+        "directory           /node",
     ]
 
 
@@ -31,8 +35,8 @@ def test_report_keeps_figures_exact_when_shown_as_json() -> None:
 
 def test_broker_report_is_down_and_empty_when_nothing_was_started(tmp_path: Path) -> None:
     report = broker_report(tmp_path / "node")
-    assert report == BrokerReport(str(tmp_path / "node"), False, None, None, None, None, 0, 0)
-    assert report.as_text().startswith("state              down\nbootstrap servers  -\n")
+    assert report == BrokerReport(str(tmp_path / "node"), False, None, None, None, [], None, None, None, 0, 0)
+    assert report.as_text().startswith("state               down\nbootstrap servers   -\n")
 
 
 def test_broker_report_counts_what_sparse_files_really_take(tmp_path: Path) -> None:

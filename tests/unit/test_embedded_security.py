@@ -67,5 +67,5 @@ def test_node_stays_secured_when_a_start_names_no_folder(tmp_path: Path) -> None
 def test_open_node_with_records_can_not_be_secured_afterwards(tmp_path: Path) -> None:
     assert kept_credentials(Path("/etc/relax"), None, data=tmp_path / "new") == Path("/etc/relax")
     (tmp_path / "meta.properties").touch()
-    with pytest.raises(EnvironmentProblem, match=r"was made without security and has no users; choose another run.directory"):
+    with pytest.raises(EnvironmentProblem, match=r"was made without broker.credentials and does not know their users; choose another run.directory"):
         kept_credentials(Path("/etc/relax"), None, data=tmp_path)

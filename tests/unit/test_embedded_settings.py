@@ -32,7 +32,7 @@ def test_server_properties_hold_what_the_pipeline_relies_on() -> None:
         "delete.topic.enable": "true",
         "message.max.bytes": "67108864",
         "log.message.timestamp.type": "LogAppendTime",
-        "broker.session.timeout.ms": "1000",
+        "broker.session.timeout.ms": "4000",
         "group.share.max.record.lock.duration.ms": "3600000",
         "group.share.min.record.lock.duration.ms": "1000",
         "offsets.topic.num.partitions": "1",

@@ -17,7 +17,9 @@ from relax_events.weights.transport import VersionsOnly
 
 
 def engine() -> DatasetEngine:
-    return DatasetEngine(Path("nowhere"), config=EngineConfig(max_context_tokens=6), model=ModelConfig(path=Path("nowhere")))
+    return DatasetEngine(
+        Path("nowhere"), config=EngineConfig(threads=1, max_context_tokens=6), model=ModelConfig(dtype="float32", path=Path("nowhere"))
+    )
 
 
 def request(*lengths: int, group: str = "g", version: int = 0) -> GenerationRequest:
@@ -33,7 +35,11 @@ def request(*lengths: int, group: str = "g", version: int = 0) -> GenerationRequ
         for index, length in enumerate(lengths)
     )
     return GenerationRequest(
-        prompt_group_id=group, prompt_tokens=np.array([1, 2], np.int32), samples=samples, sampling=SamplingConfig(), stop_token_ids=(9,)
+        prompt_group_id=group,
+        prompt_tokens=np.array([1, 2], np.int32),
+        samples=samples,
+        sampling=SamplingConfig(max_new_tokens=32),
+        stop_token_ids=(9,),
     )
 
 

@@ -46,7 +46,7 @@ def sample(name: str, *, seed: int = 0, stops: tuple[int, ...] = (), limit: int 
         prompt_group_id="g",
         prompt_tokens=np.array([5, 6, 7], np.int32),
         seed=seed,
-        sampling=SamplingConfig(),
+        sampling=SamplingConfig(max_new_tokens=32),
         stop_token_ids=stops,
         max_new_tokens=limit,
         tokens=np.array(prefix, np.int32),

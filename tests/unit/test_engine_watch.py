@@ -31,7 +31,7 @@ class Watched:
         self.reports: list[dict[str, float]] = []
         beats = Beats(self._send, worker_id="rollout-0", role="rollout", interval_seconds=1.0)
         looks: list[Any] = []
-        config = SimpleNamespace(engine=EngineConfig(max_running_samples=64))
+        config = SimpleNamespace(engine=EngineConfig(threads=1, max_running_samples=64))
         worker = SimpleNamespace(metrics=self.metrics, beats=beats, config=config, with_beats=looks.append)
         self.watch = EngineWatch(cast("Any", worker), cast("Engine", self.engine))
         self._beats, self._looks = beats, looks

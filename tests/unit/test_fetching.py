@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from confluent_kafka import KafkaError
 
+from relax_events.broker import consumer
 from relax_events.broker.connection import Connection
 from relax_events.broker.fetching import Fetching
 from relax_events.errors import AccessDenied, BrokerError
@@ -28,3 +30,13 @@ def test_broker_that_is_away_is_waited_for_even_when_its_name_has_gone_with_it(c
 def test_what_does_not_mend_itself_ends_the_worker(code: int, expected: type[BrokerError]) -> None:
     with pytest.raises(expected, match="reading the log"):
         fetched(KafkaError(code, "no"))
+
+
+def test_member_may_work_on_one_part_for_longer_than_clients_may_go_without_polling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the run file says of it: who hangs is found by the heartbeats of the worker."""
+    taken: list[dict[str, Any]] = []
+    monkeypatch.setattr(consumer, "Consumer", lambda settings: taken.append(settings) or SimpleNamespace(subscribe=lambda *_, **__: None))
+    connection = Connection("nowhere:1", client={"max.poll.interval.ms": 46_000})
+    consumer.GroupConsumer(connection, consumer_group="group", topics=["topic"])
+    day = 24 * 60 * 60 * 1000
+    assert [settings["max.poll.interval.ms"] for settings in taken] == [day]

@@ -35,8 +35,11 @@ class Stage:
         self.committed: list[dict[int, int]] = []
         self.fetches: list[tuple[int, bool]] = []
         self.drain = Drain(seconds=60)
-        self.room, self.progress = 2, 0
+        self.capacity, self.progress = 2, 0
+        self.at_work: set[Key] = set()
+        self.is_paused = False
         consumer = SimpleNamespace(commit=self._commit, fetch=self._fetch, positions={}, seek=lambda *_: None, close=lambda: None)
+        consumer.pause, consumer.resume = (lambda: setattr(self, "is_paused", True)), (lambda: setattr(self, "is_paused", False))
         monkeypatch.setattr(map_role, "GroupConsumer", lambda *_, **__: consumer)
         self.metrics = SimpleNamespace(num_expired=0)
         self.metrics.expired = lambda count: setattr(self.metrics, "num_expired", self.metrics.num_expired + count)
@@ -58,25 +61,35 @@ class Stage:
             dead_letter=lambda record, _: None,
             finished=lambda count, _: self.said.append(f"finished {count}"),
             tick=lambda *, working: None,
+            progressed=lambda: None,
             follow=lambda *_: None,
             traces=Traces(),
             reads=lambda _: None,
         )
         self.role = FlowMapRole(self.worker, self)
 
+    @property
+    def room(self) -> int:
+        return self.capacity - len(self.at_work)
+
     def begin(self, key: Key, sample: SampleRolledOut) -> None:
         assert sample.sample_index == key[2]
         self.begun.append(key)
+        self.at_work.add(key)
 
     def poll(self, *, timeout_seconds: float) -> list[Done]:
         done, self.done = self.done, []
+        self.at_work -= {key for key, _ in done}
         return done
 
     def drop(self, keys: Collection[Key]) -> None:
         self.dropped += keys
+        self.at_work -= set(keys)
 
     def _fetch(self, max_records: int, *, timeout_seconds: float) -> list[Record]:
         self.fetches.append((max_records, timeout_seconds > 0))
+        if self.is_paused:
+            return []
         found, self.waiting = self.waiting[:max_records], self.waiting[max_records:]
         return found
 
@@ -111,20 +124,35 @@ def test_answers_go_out_as_they_are_done_and_offsets_wait_for_the_oldest(stage: 
     assert stage.committed[1:] == [{0: 2}]
 
 
-def test_nothing_is_fetched_without_room_and_nobody_waits_for_records_while_there_is_work(stage: Stage) -> None:
+def test_every_turn_polls_and_nobody_waits_for_records_while_there_is_work(stage: Stage) -> None:
     stage.write(0)
     stage.turn()
     stage.turn()
-    assert stage.fetches == [(2, True), (2, False)]
-    stage.room = 0
+    assert stage.fetches == [(256, True), (256, False)]
+    stage.capacity = 0
+    stage.write(*range(1, 300))
+    for _ in range(3):
+        stage.turn()
+    assert (len(stage.begun), len(stage.waiting)) == (1, 43), "without room as much is held as may be, and no more"
+    assert (stage.is_paused, stage.fetches[-1]) == (True, (1, False)), "the membership is kept"
+    stage.capacity = 2
     stage.turn()
-    stage.worker.paused, stage.room = True, 2
+    assert [offset for *_, offset in stage.begun] == [0, 1]
+
+
+def test_paused_worker_polls_and_begins_nothing(stage: Stage) -> None:
+    stage.write(0, 1, 2)
+    stage.worker.paused = True
+    for _ in range(3):
+        stage.turn()
+    assert (stage.begun, stage.is_paused, stage.fetches) == ([], True, [(256, True)] * 3)
+    stage.worker.paused = False
     stage.turn()
-    assert len(stage.fetches) == 2
+    assert [offset for *_, offset in stage.begun] == [0, 1]
 
 
 def test_what_can_t_be_used_holds_nothing_up(stage: Stage) -> None:
-    stage.room = 9
+    stage.capacity = 9
     stage.worker.control.policy_version = 1
     stage.write(0, version=0)
     stage.write(1, version=1, value=b"garbage")
@@ -148,7 +176,7 @@ def test_work_on_what_leaves_the_window_is_given_up(stage: Stage) -> None:
 
 
 def test_partition_that_goes_takes_its_work_along(stage: Stage) -> None:
-    stage.room = 9
+    stage.capacity = 9
     stage.write(4, 5)
     stage.write(7, partition=1)
     stage.turn()
@@ -171,4 +199,4 @@ def test_drain_takes_nothing_new_and_finishes_what_is_at_work(stage: Stage) -> N
     stage.drain.start()
     stage.done = [((SAMPLES, 0, 0), [OutRecord("reward.scores", b"score")])]
     stage.role.run()
-    assert (stage.begun, len(stage.fetches), stage.committed[-1]) == ([(SAMPLES, 0, 0)], 1, {0: 1})
+    assert (stage.begun, stage.committed[-1]) == ([(SAMPLES, 0, 0)], {0: 1})

@@ -47,6 +47,7 @@ class Stage:
             tombstone=lambda key, *_: key,
             dead_letter=lambda record, _: self.dead_letters.append(record.key),
             finished=lambda *_: None,
+            progressed=lambda: None,
             traces=Traces(),
             reads=lambda _: None,
         )
@@ -58,6 +59,11 @@ class Stage:
 
     def _commit(self, offsets: list[TopicOffset], *, wait: Deadline | None = None) -> None:
         self.committed.append({offset.partition: offset.offset for offset in offsets})
+
+    def process(self, *records: Record) -> None:
+        """Let the role take these as one part."""
+        self.role._fetched.extend(records)
+        self.role._process()
 
     def read(self, offset: int, group_id: str, index: int, *, version: int = 0, is_garbage: bool = False) -> Record:
         """Make a record of a sample; each prompt group has three."""
@@ -72,33 +78,33 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
 
 
 def test_prompt_groups_are_handed_over_whole_and_in_order(stage: Stage) -> None:
-    stage.role._process([stage.read(0, A, 2), stage.read(1, B, 0), stage.read(2, A, 0)])
+    stage.process(stage.read(0, A, 2), stage.read(1, B, 0), stage.read(2, A, 0))
     assert stage.handled == []
     assert stage.committed == [{0: 0}], "a successor needs the first record again"
-    stage.role._process([stage.read(3, A, 1), stage.read(4, B, 2)])
+    stage.process(stage.read(3, A, 1), stage.read(4, B, 2))
     assert stage.handled == [[f"{A}/0", f"{A}/1", f"{A}/2"]]
-    stage.role._process([stage.read(5, B, 2), stage.read(6, B, 1), stage.read(7, A, 1)])
+    stage.process(stage.read(5, B, 2), stage.read(6, B, 1), stage.read(7, A, 1))
     assert stage.handled[1:] == [[f"{B}/0", f"{B}/1", f"{B}/2"]]
     assert stage.committed[1:] == [{0: 1}, {0: 8}], "what comes twice is passed over"
 
 
 def test_prompt_group_with_an_unusable_sample_holds_nothing_up(stage: Stage) -> None:
-    stage.role._process([stage.read(0, A, 0), stage.read(1, A, 1, is_garbage=True), stage.read(2, A, 2)])
+    stage.process(stage.read(0, A, 0), stage.read(1, A, 1, is_garbage=True), stage.read(2, A, 2))
     assert (stage.handled, stage.committed) == ([], [{0: 3}])
 
 
 def test_half_a_prompt_group_is_let_go_when_its_version_leaves_the_window(stage: Stage) -> None:
-    stage.role._process([stage.read(0, A, 0)])
+    stage.process(stage.read(0, A, 0))
     stage.worker.control.policy_version = 1
     stage.role._note_version(published(1))
     stage.role._take_versions()
-    stage.role._process([stage.read(1, A, 1), stage.read(2, B, 0, version=1), stage.read(3, A, 2)])
+    stage.process(stage.read(1, A, 1), stage.read(2, B, 0, version=1), stage.read(3, A, 2))
     assert (stage.handled, stage.committed) == ([], [{0: 0}, {0: 2}])
 
 
 def test_partition_that_goes_is_committed_and_forgotten(stage: Stage) -> None:
-    stage.role._process([stage.read(0, A, 0), stage.read(1, A, 1)])
+    stage.process(stage.read(0, A, 0), stage.read(1, A, 1))
     stage.role._give_back([TopicOffset("rollout.samples", 0, 2)], Deadline(1.0))
     assert stage.committed == [{0: 0}, {0: 0}]
-    stage.role._process([stage.read(0, A, 0), stage.read(1, A, 1), stage.read(2, A, 2)])
+    stage.process(stage.read(0, A, 0), stage.read(1, A, 1), stage.read(2, A, 2))
     assert stage.handled == [[f"{A}/0", f"{A}/1", f"{A}/2"]]

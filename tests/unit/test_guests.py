@@ -6,7 +6,7 @@ import dataclasses
 import re
 
 import pytest
-from event_samples import committed, ended
+from event_samples import ended
 
 from relax_events.control.ledger import Ledger
 from relax_events.control.run_state import RunState
@@ -16,6 +16,7 @@ from relax_events.events.types import PromptGroupIssued
 from relax_events.pipeline.validation import check_issued
 from relax_events.policy import IssuedGroup, is_guest
 from relax_events.training import assembly
+from tests.unit.run_events import at
 
 GUEST = "000003-1000000-0"
 OURS = "000003-0001-0"
@@ -63,19 +64,17 @@ def test_failures_of_guests_do_not_count_towards_giving_up() -> None:
 
 def test_ledger_counts_guests_apart() -> None:
     books = Ledger(max_staleness=1)
-    for event in (issued(), issued(OURS), ended(GUEST, Outcome.FILTERED), ended(OURS, Outcome.FAILED)):
-        books.note(event)
-    figures = books.figures()
-    assert figures["prompt_groups_of_guests"] == 1
-    assert figures["outcomes"] == {"issued": 1, "trained": 0, "filtered": 0, "expired": 0, "failed": 1, "in_flight": 0}
-    assert books.problems() == []
-
-
-def test_trained_guest_is_a_broken_promise() -> None:
-    books = Ledger(max_staleness=1)
-    for event in (issued(), committed(0, prompt_group_ids=[GUEST]), ended(GUEST, Outcome.TRAINED)):
-        books.note(event)
-    assert books.problems() == [f"prompt group of a guest was trained: 1, for example {GUEST}"]
+    for event in (issued(), issued(OURS)):
+        books.note(event, at("prompt.groups"))
+    for event in (ended(GUEST, Outcome.FILTERED), ended(OURS, Outcome.FAILED)):
+        books.note(event, at("control.group-outcomes"))
+    for _ in range(2):
+        figures = books.figures()
+        assert figures["prompt_groups_of_guests"] == 1
+        assert figures["outcomes"] == {"issued": 1, "trained": 0, "filtered": 0, "expired": 0, "failed": 1, "in_flight": 0}
+        assert books.problems() == []
+        for _ in range(2):
+            books.settle(100)  # then both are counted and forgotten
 
 
 def test_forgotten_guest_makes_no_step_count_as_decided(monkeypatch: pytest.MonkeyPatch) -> None:

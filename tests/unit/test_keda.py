@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import yaml
+from small_settings import small_run
 
-from relax_events.config import EngineConfig, RunConfig
 from relax_events.topics import TopicPlan
 from stack.dashboards import catalogue
 
 FOLDER = Path(__file__).parents[2] / "compose"
 OBJECTS: dict[str, dict[str, Any]] = {path.name: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("keda*.yml"))}
-PLAN = TopicPlan.of(RunConfig.model_validate({"run": {"id": "run"}, "model": {"path": "model"}, "data": {"source": "jsonl:rows"}}))
+CONFIG = small_run({"run": {"id": "run"}, "model": {"path": "model"}, "data": {"source": "jsonl:rows"}})
+PLAN = TopicPlan.of(CONFIG)
 
 
 def trigger_of(name: str, kind: str) -> dict[str, str]:
@@ -38,12 +39,12 @@ def test_query_asks_for_metrics_that_are_served() -> None:
     asked = set(re.findall(r"\brelax_\w+", trigger["query"]))
     assert asked == {"relax_prompt_groups_queued", "relax_run_at_rest"}
     assert asked <= catalogue().keys()
-    assert int(trigger["threshold"]) == EngineConfig().max_prompt_groups
+    assert int(trigger["threshold"]) == CONFIG.num_lanes
 
 
 def test_lag_is_that_of_the_group_and_topic_that_rollout_reads() -> None:
     trigger = trigger_of("keda-consumer-group.yml", "apache-kafka")
     assert trigger["consumerGroup"] == PLAN.consumer_group("rollout").replace(".run.", ".RUN.")
     assert trigger["topic"] == PLAN.topic("prompt.groups").replace(".run.", ".RUN.")
-    assert int(trigger["lagThreshold"]) == EngineConfig().max_prompt_groups
+    assert int(trigger["lagThreshold"]) == CONFIG.num_lanes
 

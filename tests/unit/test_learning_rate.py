@@ -1,8 +1,9 @@
 """The learning rate along a run, by hand."""
 
 import pytest
+from small_settings import small_run
 
-from relax_events.config import RunConfig, TrainerConfig
+from relax_events.config import TrainerConfig
 from relax_events.training.torch_backend import policy_learning_rate, scheduled_learning_rate
 from tests.unit.trainer_samples import run_config
 
@@ -32,7 +33,7 @@ def policy_rates(name: str, steps: range, **source: object) -> list[float]:
     tree = run_config(algorithm={"name": name}, trainer={"learning_rate": 1.0, "warmup_steps": 2, "schedule": "linear"}).model_dump()
     tree |= {"critic": {"warmup_steps": 2}, "source": source}
     tree["run"]["num_steps"] = 6
-    config = RunConfig.model_validate(tree)
+    config = small_run(tree)
     return [policy_learning_rate(config, step=step) for step in steps]
 
 

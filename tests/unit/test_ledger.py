@@ -1,74 +1,157 @@
-"""The books: what strangers write is counted apart, and what was promised is proven."""
+"""The ledger recomputes everything from the records: whatever is changed on the log of a sound run is found, and nothing else is."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
-from event_samples import committed, ended, published, rolled_out
+from event_samples import ended, rolled_out
+from sound_run import SEVERAL, TAMPERINGS, SoundRun, Tampering
 
-from relax_events.control.ledger import Ledger, between_commits
+from relax_events.control.ledger import Ledger
+from relax_events.control.ledger.findings import REMEDIES, Rule
+from relax_events.control.ledger.reading import between_commits
 from relax_events.events.parts import Outcome
-from relax_events.events.types import PromptGroupIssued
 
-OURS, STRANGE = "000000-0000-0", "000900-0000-0"
-
-
-def issued(group_id: str = OURS) -> PromptGroupIssued:
-    return PromptGroupIssued(
-        prompt_group_id=group_id, train_step=0, group_index=0, attempt=0, row=0, required_policy_version=0, samples_per_prompt=2, messages=[], seed=1
-    )
+STRANGE = "000900-0000-0"
+BY_HAND = {Rule.TOO_STALE, Rule.AHEAD, Rule.MANIFEST, Rule.NOT_AS_SOURCE}
+"""Rules with tests of their own: below, in test_replays.py and in tests/integration/test_ledger_reading.py."""
 
 
-@pytest.fixture
-def ledger() -> Ledger:
-    """Return the books of a run of one step that went well."""
-    books = Ledger(max_staleness=1)
-    step = committed(0, prompt_group_ids=[OURS], sample_ids=[f"{OURS}/0", f"{OURS}/1"], staleness_counts=[2])
-    for event in (issued(), rolled_out(OURS, 0), rolled_out(OURS, 1), step, ended(OURS, Outcome.TRAINED), published(0), published(1)):
-        books.note(event)
-    return books
+def rules(books: Ledger) -> set[str]:
+    return {finding.rule.value for finding in books.findings()}
 
 
-def test_books_balance_when_all_went_well(ledger: Ledger) -> None:
-    figures = ledger.figures()
-    assert ledger.problems() == []
-    assert figures["outcomes"] == {"issued": 1, "trained": 1, "filtered": 0, "expired": 0, "failed": 0, "in_flight": 0}
-    assert (figures["samples_rolled_out"], figures["samples_trained"], figures["samples_foreign"], figures["rollouts_regenerated"]) == (2, 2, 0, 0)
+def test_books_balance_when_all_went_well() -> None:
+    books = SoundRun(6).ledger()
+    figures = books.figures()
+    assert books.problems() == []
+    assert books.unproven() == []
+    assert figures["outcomes"] == {"issued": 13, "trained": 12, "filtered": 0, "expired": 0, "failed": 1, "in_flight": 0}
+    assert (figures["samples_rolled_out"], figures["samples_trained"], figures["samples_foreign"], figures["rollouts_regenerated"]) == (24, 24, 0, 0)
+    assert (figures["steps"], figures["staleness_counts"], figures["samples_lost"]) == (6, [4, 20], 0)
 
 
-def test_strangers_samples_are_counted_apart_when_they_were_refused(ledger: Ledger) -> None:
-    for event in (rolled_out(STRANGE, 0), rolled_out(STRANGE, 0), ended(STRANGE, Outcome.FAILED)):
-        ledger.note(event)
-    figures = ledger.figures()
-    assert ledger.problems() == []
-    assert (figures["samples_foreign"], figures["samples_rolled_out"], figures["rollouts_regenerated"]) == (1, 2, 0)
-    assert figures["outcomes"]["failed"] == 0
+def test_samples_of_a_step_that_skipped_its_update_are_accounted_for_once() -> None:
+    run = SoundRun(6)
+    for step in (2, 3):
+        partition, offset = run.find("control.train-steps", train_step=step)
+        run.change("control.train-steps", offset, partition, update_skipped=step == 3, weights_digest=b"2" * 32)
+    books = run.ledger()
+    assert books.problems() == []
+    assert (books.figures()["updates_skipped"], books.figures()["samples_trained"], books.figures()["outcomes"]["trained"]) == (1, 24, 12)
 
 
-def test_strangers_sample_is_a_broken_promise_when_it_was_trained(ledger: Ledger) -> None:
-    for event in (rolled_out(STRANGE, 0), ended(STRANGE, Outcome.TRAINED)):
-        ledger.note(event)
-    ledger.note(committed(1, prompt_group_ids=[STRANGE], sample_ids=[f"{STRANGE}/0"], staleness_counts=[1]))
-    assert [text.partition(":")[0] for text in ledger.problems()] == ["prompt group trained that was never issued"]
+@pytest.mark.parametrize("rule", TAMPERINGS)
+def test_broken_promise_is_found_alone(rule: str) -> None:
+    run = SoundRun(6)
+    TAMPERINGS[rule](run)
+    books = run.ledger()
+    assert rules(books) == {rule}
+    (finding,) = books.findings()
+    assert finding.examples[0]
+    assert str(finding).endswith(finding.remedy)
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (committed(1, prompt_group_ids=[OURS], sample_ids=[f"{OURS}/0"], staleness_counts=[1]), "sample trained twice"),
-        (committed(1, prompt_group_ids=[], sample_ids=[], staleness_counts=[0, 0, 1]), "staleness above max_staleness = 1"),
-        (committed(2, prompt_group_ids=[], sample_ids=[], staleness_counts=[]), "train steps not 0, 1, 2, ..."),
-        (published(5), "policy versions not 0, 1, 2, ..."),
-        (ended(OURS, Outcome.FAILED), "prompt group ended in two ways"),
-        (rolled_out(OURS, 2, of=3, tokens=np.array([1, 2, 3, 4], np.int32)), "sample of a trained prompt group was not trained"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_broken_promise_is_found(ledger: Ledger, change: object, problem: str) -> None:
-    ledger.note(change)  # type: ignore[arg-type]
-    assert [text.partition(":")[0] for text in ledger.problems()] == [problem]
+@pytest.mark.parametrize("name", SEVERAL)
+def test_other_broken_promises_are_found(name: str) -> None:
+    tamper, expected = SEVERAL[name]
+    run = SoundRun(6)
+    tamper(run)
+    assert rules(run.ledger()) == expected
+
+
+def test_every_rule_has_a_remedy_and_a_test() -> None:
+    assert set(REMEDIES) == set(Rule)
+    assert {Rule(name) for name in TAMPERINGS} | BY_HAND == set(Rule)
+
+
+@pytest.mark.parametrize("tamper", [lambda _: None, *TAMPERINGS.values()], ids=["nothing", *TAMPERINGS])
+def test_settling_on_the_way_changes_no_judgement(tamper: Tampering) -> None:
+    """Fed version by version and settled behind each, as a long log is read."""
+    run = SoundRun(30)
+    tamper(run)
+    books = Ledger(1)
+    for below, (at, event) in in_step(run):
+        books.note(event, at)
+        books.settle(below)
+    whole = run.ledger()
+    assert rules(books) == rules(whole)
+    assert books.figures() == whole.figures()
+
+
+def in_step(run: SoundRun) -> list[tuple[int, Any]]:
+    """Return the events with how far everything is told when they come: a group's and a step's own records come together."""
+
+    def step_of(event: Any) -> int:
+        for name in ("trainer_version", "train_step", "policy_version"):
+            if hasattr(event, name):
+                return int(getattr(event, name))
+        return int(event.prompt_group_id[:6])
+
+    order = sorted(run.items(), key=lambda item: step_of(item[1]))
+    return [(max(step_of(event) - 4, 0), (at, event)) for at, event in order]
+
+
+def test_memory_does_not_grow_with_the_run() -> None:
+    held = {}
+    for num_steps in (40, 160):
+        books, most = Ledger(1), 0
+        for below, (at, event) in in_step(SoundRun(num_steps)):
+            books.note(event, at)
+            books.settle(below)
+            most = max(most, books.num_held)
+        assert books.problems() == []
+        held[num_steps] = most
+    assert held[160] == held[40] < 40 * 2
+
+
+def test_strangers_samples_are_counted_apart_when_they_were_refused() -> None:
+    run = SoundRun(6)
+    for _ in range(2):
+        run.at("rollout.samples", 0).append(rolled_out(STRANGE, 0))
+    run.at("control.group-outcomes").append(ended(STRANGE, Outcome.FAILED))
+    figures = run.ledger().figures()
+    assert run.ledger().problems() == []
+    assert (figures["samples_foreign"], figures["samples_rolled_out"], figures["rollouts_regenerated"]) == (1, 24, 0)
+    assert figures["outcomes"]["failed"] == 1
+
+
+def test_copies_of_a_sample_are_no_harm_and_are_counted() -> None:
+    run = SoundRun(6)
+    run.generate("000003-0000-0", version=3)
+    books = run.ledger()
+    assert (books.problems(), books.figures()["rollouts_regenerated"]) == ([], 2)
+
+
+@pytest.mark.parametrize("entity", ["advantage.samples", "prompt.end-requests"])
+def test_request_to_end_a_prompt_group_is_no_end(entity: str) -> None:
+    run = SoundRun(6)
+    run.issue("000007-0000-0")
+    run.at(entity, 0).append(ended("000007-0000-0", Outcome.FILTERED))
+    books = run.ledger()
+    assert (books.problems(), books.figures()["outcomes"]["in_flight"]) == ([], 1)
+
+
+def test_straggler_may_be_overtaken_until_the_goal_where_batches_are_not_in_order() -> None:
+    run = SoundRun(6)
+    TAMPERINGS["prompt group of a trained step never ended"](run)
+    assert rules(run.ledger(in_order=False, last_version=7)) == set()
+    assert rules(run.ledger(in_order=False, last_version=6)) == {"prompt group of a trained step never ended"}
+
+
+def test_damaged_record_leaves_its_prompt_group_without_proof() -> None:
+    run = SoundRun(6)
+    partition, offset = run.find("advantage.samples", sample_id="000003-0000-0/0")
+    books = Ledger(1)
+    for at, event in run.items():
+        if (at.topic, at.partition, at.offset) == (run.plan.topic("advantage.samples"), partition, offset):
+            books.note_damaged(at, key="000003-0000-0")
+        else:
+            books.note(event, at)
+    assert books.problems() == []
+    assert [claim.partition(",")[0] for claim in books.unproven()] == ["that the record of 1 trained samples is the one that the train step names"]
+    assert books.figures()["staleness_counts"] == [4, 20]
 
 
 class GrowingLog:

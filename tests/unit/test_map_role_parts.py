@@ -1,41 +1,155 @@
-"""How a map role cuts a record batch into parts; the loop itself is tested with a broker."""
+"""A map role works in parts: each is handled, made safe and committed before the next is taken. Worker and consumer are stand-ins."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from event_samples import rolled_out
 
-from relax_events.broker.records import Record
-from relax_events.pipeline.map_role import Fit, parts_of
+from relax_events.broker.deadline import Deadline
+from relax_events.broker.records import OutRecord, Record
+from relax_events.events.parts import TopicOffset
+from relax_events.events.types import SampleRolledOut
+from relax_events.pipeline import map_role
+from relax_events.pipeline.drain import Drain
+from relax_events.pipeline.map_role import MapRole
+from relax_events.telemetry.traces import Traces
 
 pytestmark = pytest.mark.unit
+SAMPLES = "rollout.samples"
 
 
-def fit(index: int, *, version: int, num_tokens: int) -> Fit:
-    """Make a sample, known by its index."""
-    sample = replace(rolled_out(), sample_index=index, policy_version=version, tokens=np.ones(num_tokens, np.int32))
-    return Record("topic", 0, index, "key", b"", {}, 0), sample
+class Stage:
+    """A role with the records that wait for it; `did` tells what it did, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
+        self.waiting: list[Record] = []
+        self.did: list[Any] = []
+        self.lengths: dict[bytes, int] = {}
+        self.is_paused = False
+        consumer = SimpleNamespace(commit=self._commit, fetch=self._fetch, positions={}, seek=lambda *_: None, close=lambda: None)
+        consumer.pause, consumer.resume = (lambda: setattr(self, "is_paused", True)), (lambda: setattr(self, "is_paused", False))
+        monkeypatch.setattr(map_role, "GroupConsumer", lambda *_, **__: consumer)
+        self.drain, self.num_ticks = Drain(seconds=60), 0
+        self.worker: Any = SimpleNamespace(
+            role="reference",
+            connection=None,
+            paused=False,
+            plan=SimpleNamespace(topic=lambda entity: entity, consumer_group=lambda role: role),
+            config=SimpleNamespace(run=SimpleNamespace(max_staleness=0)),
+            drain=self.drain,
+            producer=SimpleNamespace(send=lambda record: None, flush=lambda: self.did.append("flush")),
+            metrics=SimpleNamespace(expired=lambda count: self.did.append(f"{count} expired")),
+            beats=SimpleNamespace(num_in_flight=0),
+            is_expired=lambda version: version is not None and version < 0,
+            decode=lambda record: self._sample(record),
+            await_published=lambda _: None,
+            finished=lambda *_: None,
+            progressed=lambda: None,
+            tick=self._tick,
+            follow=lambda *_: None,
+            traces=Traces(),
+            reads=lambda _: None,
+        )
+        self.role = MapRole(self.worker, self._handle, **limits)
+
+    def run(self, *, num_turns: int) -> list[Any]:
+        """Let the loop take so many turns, and return what it did."""
+        self.did.clear()
+        self.num_ticks = num_turns
+        self.drain._event.clear()
+        self.role.run()
+        return list(self.did)
+
+    def write(self, *num_tokens: int, partition: int = 0, version: int = 0) -> None:
+        for length in num_tokens:
+            offset = sum(record.partition == partition for record in self.waiting)
+            record = Record(SAMPLES, partition, offset, "key", b"%d" % length, {"policy-version": str(version)}, 0)
+            self.waiting.append(record)
+
+    def _sample(self, record: Record) -> SampleRolledOut:
+        tokens = np.ones(int(record.value or 0), np.int32)
+        mask, logprobs = np.zeros(len(tokens), np.uint8), np.zeros(len(tokens), np.float32)
+        return rolled_out(
+            f"{record.partition:06d}-0000-0", record.offset, of=99, tokens=tokens, loss_mask=mask, rollout_logprobs=logprobs, num_prompt_tokens=1
+        )
+
+    def _handle(self, samples: Sequence[SampleRolledOut]) -> list[OutRecord]:
+        self.did.append([f"{int(sample.prompt_group_id[:6])}@{sample.sample_index}" for sample in samples])
+        return []
+
+    def _tick(self, *, working: bool) -> None:
+        self.num_ticks -= 1
+        if not self.num_ticks:
+            self.drain.start()
+
+    def _fetch(self, max_records: int, *, timeout_seconds: float) -> list[Record]:
+        self.did.append("poll")
+        if self.is_paused:
+            return []
+        found, self.waiting = self.waiting[:max_records], self.waiting[max_records:]
+        return found
+
+    def _commit(self, offsets: list[TopicOffset], *, wait: Deadline | None = None) -> None:
+        self.did.append({offset.partition: offset.offset for offset in offsets})
 
 
-def indices(samples: list[Fit], *, max_tokens: int | None) -> list[list[int]]:
-    """Return the parts by the samples' indices."""
-    return [[sample.sample_index for _, sample in part] for part in parts_of(samples, max_tokens=max_tokens)]
+def test_every_part_is_committed_and_the_consumer_polled_before_the_next_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch, max_tokens=10)
+    stage.write(6, 6, 3, 99, 4)
+    assert stage.run(num_turns=3) == [
+        "poll", ["0@0", "0@1"], "flush", {0: 2},
+        "poll", ["0@2", "0@3"], "flush", {0: 4},
+        "poll", ["0@4"], "flush", {0: 5},
+    ]  # fmt: skip
 
 
-def test_parts_hold_at_most_the_budget_oldest_version_first() -> None:
-    samples = [fit(0, version=2, num_tokens=3), fit(1, version=1, num_tokens=5), fit(2, version=2, num_tokens=4), fit(3, version=1, num_tokens=5)]
-    assert indices(samples, max_tokens=10) == [[1, 3], [0, 2]]
-    assert indices(samples, max_tokens=8) == [[1], [3, 0], [2]]
+def test_part_ends_after_so_many_records_where_tokens_don_t_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch, max_part_records=2)
+    stage.write(5, 5, 5)
+    assert stage.run(num_turns=2)[1::4] == [["0@0", "0@1"], ["0@2"]]
 
 
-def test_parts_give_a_long_sample_one_of_its_own() -> None:
-    samples = [fit(0, version=0, num_tokens=1), fit(1, version=0, num_tokens=99), fit(2, version=0, num_tokens=1)]
-    assert indices(samples, max_tokens=10) == [[0], [1], [2]]
+def test_partition_with_the_oldest_version_goes_first_and_keeps_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch, max_tokens=10)
+    stage.write(5, 5, partition=1, version=7)
+    stage.write(5, 5, partition=0, version=3)
+    stage.write(5, partition=0, version=2)  # written late
+    assert [did for did in stage.run(num_turns=3) if isinstance(did, list)] == [["0@0", "0@1"], ["0@2", "1@0"], ["1@1"]]
 
 
-def test_parts_are_one_when_there_is_no_budget() -> None:
-    samples = [fit(0, version=1, num_tokens=50), fit(1, version=0, num_tokens=50)]
-    assert indices(samples, max_tokens=None) == [[0, 1]]
+def test_drain_waits_for_one_part_and_leaves_the_rest_uncommitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch, max_tokens=10)
+    stage.write(*[10] * 50)
+    assert stage.run(num_turns=1) == ["poll", ["0@0"], "flush", {0: 1}]
+
+
+def test_paused_worker_polls_and_handles_nothing_until_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch, max_tokens=10)
+    stage.write(10, 10)
+    stage.run(num_turns=1)
+    stage.worker.paused = True
+    assert stage.run(num_turns=4) == ["poll"] * 4
+    assert stage.is_paused
+    stage.worker.paused = False
+    assert stage.run(num_turns=1) == ["poll", ["0@1"], "flush", {0: 2}]
+    assert not stage.is_paused
+
+
+def test_partition_that_goes_takes_along_what_no_part_has_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch, max_tokens=10)
+    stage.write(10, 10)
+    stage.write(10, partition=1, version=1)
+    stage.run(num_turns=1)
+    stage.role._revoked([TopicOffset(SAMPLES, 0, 2)], Deadline(1.0))
+    assert stage.run(num_turns=1) == ["poll", ["1@0"], "flush", {1: 1}]
+
+
+def test_what_expired_is_committed_without_being_handled(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch)
+    stage.write(5, version=-1)
+    assert stage.run(num_turns=1) == ["poll", "1 expired", "flush", {0: 1}]

@@ -1,6 +1,7 @@
 """What a row may name, and what it may not."""
 
 import base64
+import os
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,14 @@ def test_item_reads_nothing_outside_of_the_root(root: Path, path: str) -> None:
 def test_item_follows_no_link_out_of_the_root(root: Path) -> None:
     (root / "link.png").symlink_to(root.parent / "secret")
     check_refused(item("link.png", root), "outside_root")
+
+
+@pytest.mark.parametrize("member", ["", "a.png"])
+def test_item_that_is_no_regular_file_is_refused(root: Path, member: str) -> None:
+    """Reading a pipe that nobody writes to would never end."""
+    os.mkfifo(root / "pipe")
+    one = MediaItem(Modality.IMAGE, "pipe", "row 1", MediaAccess(root), member)
+    assert "can't be read: it is no regular file" in check_refused(one, "missing")
 
 
 def test_item_names_no_file_without_a_root() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_settings import small_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from relax_events.config import DataConfig, RunConfig
@@ -17,7 +18,7 @@ def run_config(folder: Path, *, steps: int = 0, target_loss: float = 0.0, tiny: 
     """A run whose task is to answer every letter with itself."""
     data = folder / "letters.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"say {letter}", "answer": letter}) + "\n" for letter in "abcdefgh"))
-    return RunConfig.model_validate(
+    return small_run(
         {
             "run": {"id": "letters", "seed": seed},
             "model": {"path": folder / "model", "tiny": {"hidden_size": 32, "num_layers": 1, "corpus_rows": 8} if tiny is None else tiny or None},

@@ -25,6 +25,8 @@ ATTRIBUTES = {
     ("dist", "recv_object_list"),
 }
 METHODS = {"recv_pyobj", "send_pyobj", "read_pickle", "to_pickle", "all_gather_object", "broadcast_object_list", "scatter_object_list"}
+RUNS_TESTS = {"relax_events/sandbox/inside/judge.py": ["exec()", "compile()"]}
+"""The data's tests are programs; they run behind the walls of the sandbox, in a process of their own."""
 
 
 def findings(tree: ast.AST) -> Iterator[str]:
@@ -78,4 +80,4 @@ def test_check_lets_pass_what_is_harmless(code: str) -> None:
 def test_product_runs_nothing_that_it_reads() -> None:
     assert len(PRODUCT) > 100
     found = {str(path.relative_to(ROOT)): list(findings(ast.parse(path.read_text()))) for path in PRODUCT}
-    assert {path: names for path, names in found.items() if names} == {}
+    assert {path: names for path, names in found.items() if names} == RUNS_TESTS

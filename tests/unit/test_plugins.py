@@ -62,7 +62,7 @@ def test_find_plugin_runs_nothing_before_it_is_loaded(tmp_path: Path) -> None:
     ("name", "text"),
     [
         ("vroom", "engine.name = 'it' is not installed; installed are dataset, sglang, transformers"),
-        ("nowhere/mine.py:Mine", "engine.name = 'it': file nowhere/mine.py does not exist; give path/to/file.py:Class"),
+        ("nowhere/mine.py:Mine", r"engine.name = 'it': file nowhere/mine.py does not exist in the working directory .*; give path/to/file.py:Class"),
     ],
 )
 def test_find_plugin_says_what_there_is_when_the_name_is_unknown(name: str, text: str) -> None:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 import pytest
-from event_samples import committed, ended, published, rolled_out
+from event_samples import committed, published
 from hypothesis import given
 from hypothesis import strategies as st
+from sound_run import MAX_STALENESS, SoundRun
 
 from relax_events.config import RunConfig
 from relax_events.control.ledger import Ledger
 from relax_events.control.topics.purge import QueuedGroup, cuts_within, oldest_retained, queue_bounds, recovery_bounds, version_bounds
 from relax_events.control.topics.purged import PurgedLog
-from relax_events.events.parts import Outcome, TopicOffset
+from relax_events.events.parts import TopicOffset
 from relax_events.events.types import PromptGroupIssued
 from relax_events.policy import Place as Seat
 from relax_events.topics import TopicPlan
+from relax_events.topics.plan import END_REQUESTS
 
 PLAN = TopicPlan(run_id="r", max_staleness=1, shards=1, queue_partitions=2, replication_factor=1, compression="none")
 ROLLED, TRAINED, QUEUE = PLAN.topic("rollout.samples"), PLAN.topic("advantage.samples"), PLAN.topic("prompt.groups")
@@ -83,15 +85,18 @@ def test_recovery_bound_is_where_steps_behind_the_checkpoint_and_the_next_read_b
 
     steps = [step(0, [(0, 0), (0, 1)]), step(1, [(1, 5), (0, 3)]), step(2, [(1, 8)])]
     places = [(TRAINED, partition) for partition in range(3)]
+    positions = {("advantage.samples", 0): 4, ("advantage.samples", 1): 9}
 
     def bounds(version: int) -> list[int]:
-        found = recovery_bounds(PLAN, steps, checkpoint_version=version, positions={0: 4, 1: 9})  # type: ignore[arg-type]
+        found = recovery_bounds(PLAN, steps, checkpoint_version=version, positions=positions)  # type: ignore[arg-type]
         return [found[place] for place in places]
 
     assert bounds(0) == [0, 5, 0]
     assert bounds(1) == [3, 5, 0]
     assert bounds(2) == [4, 8, 0]
     assert bounds(3) == [4, 9, 0]  # nothing to train again: reading goes on behind the last step
+    requests = recovery_bounds(PLAN, steps, checkpoint_version=0, positions={(END_REQUESTS, 1): 3})  # type: ignore[arg-type]
+    assert [requests[PLAN.topic(END_REQUESTS), partition] for partition in range(3)] == [0, 3, 0]
 
 
 def queued(partition: int, *groups: PromptGroupIssued | None) -> list[QueuedGroup]:
@@ -139,40 +144,51 @@ def test_cut_never_passes_a_bound_nor_goes_backwards(wanted: int, begin: int, bo
     assert cut.num_records == 0 or all(cut.below <= bound for bound in (wanted, *bounds.values()))
 
 
-def books(purged: PurgedLog | None) -> Ledger:
-    """Return the books of a run of one trained prompt group whose issue and samples are not on the log."""
-    ledger = Ledger(max_staleness=1, purged=purged)
-    group = "000000-0000-0"
-    ledger.note(published(0, start_offsets=[TopicOffset(ROLLED, 0, 0)]))
-    ledger.note(published(1))
-    ledger.note(ended(group, Outcome.TRAINED))
-    ledger.note(committed(0, prompt_group_ids=[group], sample_ids=[f"{group}/0", f"{group}/1"], staleness_counts=[2]))
+def purged_ledger(lacking: Collection[str], begins: Mapping[tuple[str, int], int]) -> Ledger:
+    """Return the books of a sound run without the records of step 0's prompt groups in some topics, whose partitions begin elsewhere."""
+    run = SoundRun(3)
+    ledger = Ledger(MAX_STALENESS, purged=PurgedLog(run.plan, begins))
+    for at, event in run.items():
+        is_of_step = getattr(event, "prompt_group_id", "").startswith("000000")
+        if not (is_of_step and run.plan.entity(at.topic) in lacking):
+            ledger.note(event, at)
     return ledger
 
 
-def test_ledger_says_what_it_cannot_prove_when_the_log_was_purged() -> None:
-    begins = {("prompt.groups", 0): 5, ("prompt.groups", 1): 5, ("rollout.samples", 0): 8}
-    ledger = books(PurgedLog(PLAN, begins))
+def everywhere(*entities: str) -> dict[tuple[str, int], int]:
+    return {(entity, partition): 100 for entity in entities for partition in range(2)}
+
+
+@pytest.mark.parametrize(
+    ("lacking", "claims"),
+    [
+        (["prompt.groups"], ["2 prompt groups were issued before they ended"]),
+        (["rollout.samples"], ["4 trained samples were generated as they were trained"]),
+        (["reward.scores"], ["the rewards of 4 trained samples were scored"]),
+        (["rollout.samples", "advantage.samples"], ["the record of 4 trained samples is the one that the train step names"]),
+    ],
+)
+def test_ledger_says_what_it_cannot_prove_when_the_log_was_purged(lacking: list[str], claims: list[str]) -> None:
+    ledger = purged_ledger(lacking, everywhere(*lacking))
     assert ledger.problems() == []
-    assert [text.partition(",")[0] for text in ledger.unproven()] == [
-        "that 1 prompt groups were issued before they ended",
-        "that 2 trained samples were generated",
-    ]
+    assert [text.partition(",")[0] for text in ledger.unproven()] == [f"that {claim}" for claim in claims]
     figures = ledger.figures()
-    assert (figures["outcomes"]["issued"], figures["outcomes"]["trained"], figures["prompt_groups_purged"], figures["samples_purged"]) == (1, 1, 1, 2)
+    assert (figures["outcomes"]["issued"], figures["outcomes"]["trained"], figures["staleness_counts"]) == (7, 6, [4, 8])
+    assert figures["prompt_groups_purged"] == (2 if "prompt.groups" in lacking else 0)
+    assert figures["samples_purged"] == (4 if "rollout.samples" in lacking else 0)
 
 
-@pytest.mark.parametrize("begins", [None, {}, {("rollout.samples", 1): 8, ("rollout.samples", 2): 3}])
-def test_ledger_reports_losses_where_nothing_was_purged(begins: dict[tuple[str, int], int] | None) -> None:
-    ledger = books(None if begins is None else PurgedLog(PLAN, begins))
-    assert {text.partition(":")[0] for text in ledger.problems()} == {
-        "sample trained that was never generated",
-        "prompt group trained that was never issued",
-    }
+@pytest.mark.parametrize(
+    ("entity", "rule"),
+    [
+        ("prompt.groups", "prompt group trained that was never issued"),
+        ("rollout.samples", "sample trained that was never generated"),
+        ("reward.scores", "sample trained with a reward that no score gives"),
+        ("advantage.samples", "trained offset holds another record than the train step says"),
+    ],
+)
+@pytest.mark.parametrize("purged", [{}, everywhere("control.metrics.trainer")], ids=["nothing", "something else"])
+def test_ledger_reports_losses_where_nothing_was_purged(entity: str, rule: str, purged: dict[tuple[str, int], int]) -> None:
+    ledger = purged_ledger([entity], purged)
+    assert [finding.rule for finding in ledger.findings()] == [rule]
     assert ledger.unproven() == []
-
-
-def test_ledger_still_finds_a_lost_sample_when_the_log_was_purged() -> None:
-    ledger = books(PurgedLog(PLAN, {("prompt.groups", 0): 5, ("prompt.groups", 1): 5, ("rollout.samples", 0): 8}))
-    ledger.note(rolled_out("000000-0000-0", 2, of=3))
-    assert [text.partition(":")[0] for text in ledger.problems()] == ["sample of a trained prompt group was not trained"]

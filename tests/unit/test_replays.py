@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from event_samples import committed, ended, published, ready
+from event_samples import committed, ready
 from pydantic import ValidationError
+from sound_run import MAX_STALENESS, SoundRun
 
 from relax_events.config import AlgorithmConfig, RunConfig
 from relax_events.control.ledger import Ledger
@@ -18,7 +19,8 @@ from relax_events.control.runs.details import first_gone
 from relax_events.control.runs.forking import carried_over
 from relax_events.control.runs.verification import first_difference
 from relax_events.errors import ConfigError
-from relax_events.events.parts import Outcome
+from relax_events.events.parts import TopicOffset
+from relax_events.events.types import PromptGroupEnded
 from relax_events.pipeline.description import describe, described_config, is_told
 from relax_events.topics import TopicPlan
 from relax_events.training.assembly import PlacedSample
@@ -109,12 +111,12 @@ def test_rejudging_normalises_recorded_rewards_in_its_own_way() -> None:
 
 
 def test_rejudging_takes_the_rewards_of_a_rescoring() -> None:
-    rewards = {f"{GROUP}/0": 3.0, f"{GROUP}/1": 1.0}
+    rewards = {(f"{GROUP}/0", 0, ""): 3.0, (f"{GROUP}/1", 0, ""): 1.0}
     judged = Rejudging(AlgorithmConfig(normalise_std=False), max_new_tokens=8, rewards=rewards, scores="strict")(placed([0.0, 1.0]))
     assert [item.sample.reward for item in judged] == [3.0, 1.0]
     assert [float(item.sample.advantages[-1]) for item in judged] == [1.0, -1.0]
     with pytest.raises(ConfigError, match=rf"sample {GROUP}/1 has no reward under source.scores = 'strict'; finish the rescoring"):
-        Rejudging(AlgorithmConfig(), max_new_tokens=8, rewards={f"{GROUP}/0": 3.0}, scores="strict")(placed([0.0, 1.0]))
+        Rejudging(AlgorithmConfig(), max_new_tokens=8, rewards={(f"{GROUP}/0", 0, ""): 3.0}, scores="strict")(placed([0.0, 1.0]))
 
 
 def test_rejudging_distils_with_another_coefficient() -> None:
@@ -190,15 +192,35 @@ def test_first_record_that_is_gone_is_named() -> None:
     assert first_gone(step, {1: 0}) == (0, 9)
 
 
-def test_books_of_a_replay_balance_over_what_its_sources_steps_name() -> None:
-    steps = [committed(step, prompt_group_ids=[f"{step:06d}-0000-0"], sample_ids=[f"{step:06d}-0000-0/{n}" for n in (0, 1)]) for step in (4, 5)]
-    ledger = Ledger(max_staleness=1, first_version=4)
-    for step in steps:
+@pytest.fixture
+def replayed() -> tuple[SoundRun, Ledger]:
+    """Return a source, and the ledger of a replay of its steps 2 to 4 that is at step 4."""
+    source = SoundRun(6)
+    ledger = Ledger(MAX_STALENESS, first_version=2, last_version=5, of_replay=True)
+    for step in source.at("control.train-steps")[2:5]:
         ledger.note_source(step)
-    for event in (published(4), steps[0], ended(steps[0].prompt_group_ids[0], Outcome.TRAINED), published(5)):
-        ledger.note(event)
-    figures = ledger.figures()
-    assert figures["outcomes"] == {"issued": 2, "trained": 1, "filtered": 0, "expired": 0, "failed": 0, "in_flight": 1}
-    assert (figures["samples_rolled_out"], figures["samples_trained"], ledger.problems()) == (4, 2, [])
-    ledger.note(committed(7, prompt_group_ids=[], sample_ids=["000009-0000-0/0"]))
-    assert [problem.partition(":")[0] for problem in ledger.problems()] == ["sample trained that was never generated", "train steps not 4, 5, 6, ..."]
+    for entity, first, last in (("control.train-steps", 2, 4), ("control.policy-versions", 2, 5)):
+        for offset, event in enumerate(source.at(entity)[first:last]):
+            ledger.note(event, TopicOffset(f"relax.replayed.{entity}", 0, offset))
+    for event in source.at("control.group-outcomes"):
+        if isinstance(event, PromptGroupEnded) and event.trainer_version in (2, 3):
+            ledger.note(event, TopicOffset("relax.replayed.control.group-outcomes", 0, 0))
+    return source, ledger
+
+
+def test_books_of_a_replay_balance_over_what_its_sources_steps_name(replayed: tuple[SoundRun, Ledger]) -> None:
+    _, ledger = replayed
+    for _ in range(2):
+        figures = ledger.figures()
+        assert figures["outcomes"] == {"issued": 6, "trained": 4, "filtered": 0, "expired": 0, "failed": 0, "in_flight": 2}
+        assert (figures["samples_rolled_out"], figures["samples_trained"], ledger.problems()) == (12, 8, [])
+        ledger.settle(4)
+
+
+@pytest.mark.parametrize("changes", [{"offsets": np.arange(4)}, {"staleness_counts": [4]}])
+def test_replayed_step_that_trains_other_samples_than_its_source_is_found(replayed: tuple[SoundRun, Ledger], changes: dict[str, Any]) -> None:
+    source, ledger = replayed
+    step: Any = source.at("control.train-steps")[4]
+    ledger.note(dataclasses.replace(step, **changes), TopicOffset("relax.replayed.control.train-steps", 0, 2))
+    rules = {finding.rule.value for finding in ledger.findings()}
+    assert "replayed train step trained other samples than its source" in rules

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from event_samples import rolled_out
+from event_samples import ended, rolled_out
 
 from relax_events.config import RunConfig
 from relax_events.control.ledger import Ledger
@@ -16,10 +16,10 @@ from relax_events.control.report.page import duration, report_page
 from relax_events.control.report.writing import build_report, write_report
 from relax_events.control.run_state import RunState
 from relax_events.events.parts import ObjectRef, Outcome
-from relax_events.events.types import PolicyEvaluated, PolicyVersionPublished, PromptGroupEnded, PromptGroupIssued
+from relax_events.events.types import PolicyEvaluated, PolicyVersionPublished, PromptGroupIssued
 from relax_events.pipeline.description import config_digest
 from tests.unit.html_page import Page
-from tests.unit.run_events import run_config, train_step
+from tests.unit.run_events import at, records_of, run_config, train_step
 
 END_SECONDS = 2000.0
 HOSTILE = '</pre><script>alert("x")</script> & co'
@@ -31,33 +31,26 @@ def issued(group: str) -> PromptGroupIssued:
     )
 
 
-def ended(group: str, outcome: Outcome) -> PromptGroupEnded:
-    return PromptGroupEnded(
-        prompt_group_id=group, train_step=0, group_index=0, attempt=0, row=0, outcome=outcome, policy_version=0, trainer_version=0
-    )
-
-
 def books(num_steps: int, **figures: Any) -> tuple[RunState, Ledger]:
     """Return a sound run: a prompt group of two samples a step, one step every two seconds, reward growing by 0.1.
 
     One prompt group more was filtered and one is in flight; one sample was generated twice.
     """
-    state, ledger = RunState(policy_version=num_steps), Ledger(max_staleness=2)
+    state, ledger = RunState(keeps_all=True, policy_version=num_steps), Ledger(max_staleness=2)
     for version in range(num_steps + 1):
-        ledger.note(PolicyVersionPublished(policy_version=version, artifact=ObjectRef("file:///w", b"", 1), transports=["store"], start_offsets=[]))
+        publication = PolicyVersionPublished(policy_version=version, artifact=ObjectRef("file:///w", b"", 1), transports=["store"], start_offsets=[])
+        ledger.note(publication, at("control.policy-versions", version))
     for index in range(num_steps):
-        at = END_SECONDS - 2.0 * (num_steps - index)
-        step = train_step(index, at_seconds=at, reward_mean=index / 10, **figures)
+        seconds, staleness = END_SECONDS - 2.0 * (num_steps - index), (0, 2) if index else (2,)
+        step = train_step(index, at_seconds=seconds, staleness=staleness, reward_mean=index / 10, **figures)
         state.note(step)
-        for event in (issued(step.prompt_group_ids[0]), ended(step.prompt_group_ids[0], Outcome.TRAINED), step):
-            ledger.note(event)
-        for sample in (0, 1):
-            ledger.note(rolled_out(step.prompt_group_ids[0], sample))
-    ledger.note(issued("000099-0000-0"))
-    ledger.note(ended("000099-0000-0", Outcome.FILTERED))
-    ledger.note(issued("000099-0001-0"))
-    ledger.note(rolled_out("000099-0001-0", 0))
-    ledger.note(rolled_out("000099-0001-0", 0))
+        for event, place in records_of(step, version=max(index - 1, 0)):
+            ledger.note(event, place)
+    for event in (issued("000099-0000-0"), issued("000099-0001-0")):
+        ledger.note(event, at("prompt.groups"))
+    ledger.note(ended("000099-0000-0", Outcome.FILTERED), at("control.group-outcomes"))
+    for _ in range(2):
+        ledger.note(rolled_out("000099-0001-0", 0), at("rollout.samples"))
     return state, ledger
 
 
@@ -78,7 +71,7 @@ def test_report_holds_the_figures_of_the_run() -> None:
     assert report["outcomes"] == {"issued": 14, "trained": 12, "filtered": 1, "expired": 0, "failed": 0, "in_flight": 1}
     assert (report["samples_lost"], report["samples_trained_twice"], report["rollouts_regenerated"]) == (0, 0, 1)
     assert (report["samples_rolled_out"], report["samples_trained"]) == (25, 24)
-    assert (report["staleness_max"], report["staleness_mean"], report["staleness_counts"]) == (1, 0.5, [12, 12])
+    assert (report["staleness_max"], report["staleness_mean"], report["staleness_counts"]) == (1, 22 / 24, [2, 22])
     assert report["phase_seconds"] == {"wait": 12 * 0.375, "update": 12 * 0.125}
     assert report["ledger_problems"] == []
     assert report["weights_digests"][3] == "03" * 32
@@ -129,7 +122,7 @@ def test_report_curves_have_an_entry_per_step_and_exact_losses(tmp_path: Path) -
     assert curves["train_step"] == [0, 1, 2, 3, 4]
     assert curves["loss"] == [0.30000000000000004] * 5
     assert curves["grad_norm"] == [None, None, None, 1.5, None]
-    assert curves["staleness_max"] == [1] * 5
+    assert curves["staleness_max"] == [0, 1, 1, 1, 1]
     assert curves["phase_seconds"]["wait"] == [0.375] * 5
     assert {len(curve) for name, curve in curves.items() if name != "phase_seconds"} == {5}
 
@@ -156,7 +149,7 @@ def test_report_works_when_no_step_was_made(tmp_path: Path) -> None:
 
 def test_report_shows_broken_promises() -> None:
     state, ledger = books(3)
-    ledger.note(train_step(1, at_seconds=END_SECONDS))
+    ledger.note(train_step(1, at_seconds=END_SECONDS, staleness=(0, 2)), at("control.train-steps", 3))
     report = built(state, ledger)
     assert report["samples_trained_twice"] == 2
     assert report["ledger_problems"][0].startswith("sample trained twice: 2, for example")
@@ -211,7 +204,7 @@ def test_page_shows_hostile_text_as_text() -> None:
 
 
 def test_page_stays_small_when_the_run_was_long() -> None:
-    state = RunState(policy_version=10_000)
+    state = RunState(keeps_all=True, policy_version=10_000)
     state.steps = [train_step(index, at_seconds=END_SECONDS - 10_000 + index, reward_mean=math.sin(index)) for index in range(10_000)]
     page = report_page(built(state, Ledger(2), wall_seconds=10_001.0))
     assert len(page) < 1_000_000
@@ -244,8 +237,8 @@ def test_report_lists_evaluations_by_version_and_counts_what_was_passed_over(tmp
     state, ledger = books(2)
     for event in (evaluated(2, "b", 0.5), evaluated(0, "b", None), evaluated(2, "a", 0.25), evaluated(2, "a", 0.99)):
         state.note(event)
-    ledger.note(replace(issued("000099-0000-0"), passed_over={"3": "too_long", "4": HOSTILE}))
-    ledger.note(replace(issued("000099-0000-0"), passed_over={"3": "too_long", "5": "too_long"}))
+    ledger.note(replace(issued("000099-0000-0"), passed_over={"3": "too_long", "4": HOSTILE}), at("prompt.groups"))
+    ledger.note(replace(issued("000099-0000-0"), passed_over={"3": "too_long", "5": "too_long"}), at("prompt.groups"))
     report = build_report(run_config(tmp_path), state, ledger, wall_seconds=1.0, succeeded=True, reason="", ended_at=int(END_SECONDS * 1e6))
     rows = [(row["policy_version"], row["dataset"], row["reward_mean"]) for row in report["evaluations"]]
     assert rows == [(0, "b", None), (2, "a", 0.25), (2, "b", 0.5)]  # what an evaluator says twice counts once

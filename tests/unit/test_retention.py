@@ -25,13 +25,14 @@ class FakePurger:
 
     def __init__(self) -> None:
         self.num_purges, self.is_away = 0, False
+        self.oldest_with_records = 10**9
 
     def plan(self, books: PurgeBooks) -> list[Cut]:
         if self.is_away:
             raise BrokerUnavailable("nobody answers")
         return [CUT]
 
-    def purge(self, cuts: list[Cut]) -> Counter[str]:
+    def purge(self, cuts: list[Cut], books: PurgeBooks) -> Counter[str]:
         self.num_purges += 1
         return Counter({"rollout.samples": sum(cut.num_records for cut in cuts)})
 
@@ -96,7 +97,7 @@ def test_books_know_seats_and_positions_and_forget_what_no_purge_asks_for() -> N
     assert books.ended == {"000002-0001-1", "000003-0000-0"}
     books.forget_before(4)
     assert (sorted(books.published), books.newest_version, [step.train_step for step in books.steps]) == ([4, 5], 5, [4])
-    assert books.positions == {0: 6, 1: 9}
+    assert books.positions == {("advantage.samples", 0): 6, ("advantage.samples", 1): 9}
 
 
 def test_retained_versions_below_the_window_are_refused(make_run_config: Callable[..., RunConfig]) -> None:

@@ -27,6 +27,11 @@ CHOICES = ["a red star", "a white dwarf", "a black hole", "a red giant"]
         ("It must be a black hole.", "C"),
         ("It is the White Dwarf", "B"),
         ("I answer:\nD", "D"),
+        (r"so \boxed{C. a black hole}", "C"),
+        (r"so \boxed{\text{(C) a black hole}}", "C"),
+        ("A is wrong and C is correct", "C"),
+        ("**C** is the best choice", "C"),
+        ("Answer: I think option B", "B"),
     ],
 )
 def test_gpqa_finds_the_letter_that_was_chosen(completion: str, letter: str) -> None:
@@ -38,6 +43,10 @@ def test_gpqa_finds_the_letter_that_was_chosen(completion: str, letter: str) -> 
 @pytest.mark.parametrize("completion", ["", "I don't know", "a black hole or a red giant", "The answer is a matter of taste"])
 def test_gpqa_gives_nothing_when_no_choice_was_made(completion: str) -> None:
     assert [gpqa(completion, answer=letter, metadata={"choices": CHOICES}, prompt="") for letter in "ABCD"] == [0.0] * 4
+
+
+def test_gpqa_knows_letters_up_to_z_where_no_choices_are_named() -> None:
+    assert gpqa("Answer: X", answer="X", metadata={}, prompt="") == 1.0
 
 
 def test_gpqa_takes_the_letter_from_the_reference_answer_or_its_text() -> None:

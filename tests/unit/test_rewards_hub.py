@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,10 @@ def test_hub_versions_a_function_by_its_files_and_settings(tmp_path: Path) -> No
 
 def test_hub_versions_a_built_in_by_the_packages_that_it_rests_on() -> None:
     folder = Path(verifiers.__path__[0])
-    files = {f"{name}.py": sha256(folder / f"{name}.py") for name in ("answers", "ifbench_forms", "ifbench_words", "ifeval", "instructions")}
-    assert load_reward("ifeval").digest == digest_of("ifeval", files, packages={"langdetect": version("langdetect")})
+    names = ("answers", "ifbench_forms", "ifbench_language", "ifbench_words", "ifeval", "instructions")
+    packages = {"langdetect": version("langdetect"), **{name: version(name) if find_spec(name) else "" for name in ("syllapy", "textblob")}}
+    files = {f"{name}.py": sha256(folder / f"{name}.py") for name in names}
+    assert load_reward("ifeval").digest == digest_of("ifeval", files, packages=packages)
 
 
 def test_hub_knows_its_built_in_functions() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 
+from relax_events.errors import EnvironmentProblem
+from relax_events.rewards.verifiers import ifbench_language
 from relax_events.rewards.verifiers.ifeval import ifeval
 from relax_events.rewards.verifiers.instructions import INSTRUCTIONS
 
@@ -39,6 +42,7 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("ratio:sentence_type", {}, "This is so. That is so. Is it?", "This is so. Is it?"),
     ("ratio:sentence_balance", {}, "It is. Is it? It is!", "It is. Is it?"),
     ("ratio:overlap", {"reference_text": "abcdef", "percentage": 50}, "abcdXY", "abcdef"),
+    ("ratio:stop_words", {"percentage": 50.0}, "the old house of bricks stands", "the house of the old"),
     ("ratio:sentence_words", {}, "Cats run. Dogs sit. Cows eat.", "Cats run. Dogs sit. Cows ate it."),
     ("words:alphabet", {}, "Young zebras always bathe.", "Young zebras bathe."),
     ("words:vowel", {}, "An apple tree", "An apple or unit, I see"),
@@ -65,6 +69,7 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("format:quote_unquote", {}, '"To be" means to live.', 'He said "to be".'),
     ("format:list", {"sep": "!?!?"}, "!?!? one\n!?!? two", "- one\n- two"),
     ("format:thesis", {}, "<i>It is so.</i> Because.", "<i></i> Because."),
+    ("format:thesis", {}, "<em>Both</em> hold, <i>he said", "<em> </em> both <i>hold</i>"),
     ("format:sub-bullets", {}, "* one\n  - a\n* two\n  - b", "* one\n  - a\n* two"),
     ("format:no_bullets_bullets", {}, "One. Two.\n* three\n* four", "One.\n* three\n* four"),
     ("format:title_case", {}, "The Sun Also Rises, 2 Times", "The Sun also Rises"),
@@ -85,6 +90,11 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("custom:csv_quotes", {}, GRADES, GRADES.replace('"art"', "art")),
     ("custom:date_format_list", {}, "1796-05-10, 1805-12-02", "1796-05-10, 1805-02-30"),
 ]
+ENGLISH_CASES = [
+    ("syllapy", "words:odd_even_syllables", "The sunshine may regret", "The small cat"),
+    ("textblob", "words:start_verb", "Write it down.", "The cat writes."),
+    ("textblob", "words:start_verb", "**Discover** the world.", "Green apples grow."),
+]
 
 
 def follow(response: str, name: str, kwargs: dict[str, Any]) -> float:
@@ -98,12 +108,29 @@ def test_instruction_tells_a_response_that_follows_from_one_that_does_not(name: 
     assert follow(bad, name, kwargs) == 0.0
 
 
-def test_all_instructions_are_covered_but_those_that_need_a_model_of_language() -> None:
+def test_all_58_instructions_are_covered() -> None:
     families = {"count", "ratio", "words", "sentence", "format", "repeat", "custom"}
-    assert {name for name, *_ in CASES} == {name for name in INSTRUCTIONS if name.partition(":")[0] in families}
-    assert len({name for name, *_ in CASES}) == 55
+    covered = {name for name, *_ in CASES} | {name for _, name, *_ in ENGLISH_CASES}
+    assert covered == {name for name in INSTRUCTIONS if name.partition(":")[0] in families}
+    assert len(covered) == 58
 
 
 @pytest.mark.parametrize("response", ["...", "?!", "_ _", '"', "\n\n\n", "((((((", "\u00e9", "1"])
 def test_odd_responses_are_judged_and_not_stumbled_over(response: str) -> None:
     assert {follow(response, name, kwargs) for name, kwargs, *_ in CASES} <= {0.0, 1.0}
+
+
+@pytest.mark.parametrize(("package", "name", "good", "bad"), ENGLISH_CASES)
+def test_instruction_about_english_tells_a_response_that_follows_from_one_that_does_not(package: str, name: str, good: str, bad: str) -> None:
+    pytest.importorskip(package)
+    assert follow(good, name, {}) == 1.0
+    assert follow(bad, name, {}) == 0.0
+
+
+@pytest.mark.parametrize(("name", "package"), [("words:odd_even_syllables", "syllapy"), ("words:start_verb", "textblob")])
+def test_instruction_without_its_package_is_a_failure_that_names_it(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ifbench_language._tagger.cache_clear()
+    for module in ("syllapy", "textblob", "textblob.en", "textblob.en.taggers"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(EnvironmentProblem, match=rf"{name} needs the package {package} .*install relax-events\[english\]"):
+        follow("Write it down.", name, {})

@@ -43,6 +43,8 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
         "Section 1\na",
     ),
     ("detectable_format:json_format", {}, '```json\n{"a": [1]}\n```', "{'a': 1}"),
+    ("detectable_format:title", {}, "Here: <<<Ode>> to <<joy>> .", "<<Ode to joy"),
+    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[a [b] c] [d]", "[a [b] c] [d"),
     ("detectable_format:title", {}, "<<Ode to joy>>\nO friends", "<< >>\nO friends"),
     ("combination:two_responses", {}, "one\n******\ntwo", "one\n******\none"),
     ("combination:repeat_prompt", {"prompt_to_repeat": "Say hi."}, "say hi. Hi!", "Hi! Say hi."),
@@ -121,3 +123,22 @@ def test_ifeval_fails_on_instructions_that_it_can_not_check(metadata: dict[str, 
 )
 def test_sentences_are_counted_by_their_ends(text: str, count: int) -> None:
     assert count_sentences(text) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "response"),
+    [
+        ("length_constraints:number_words", {"num_words": 3.0, "relation": "at least"}, "one two three"),
+        ("keywords:existence", {"keywords": ["sun ", " rain"]}, "Sun, rain."),
+        ("keywords:frequency", {"keyword": " sun ", "frequency": 2.0}, "Sun, sun."),
+        ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 1.0, "nth_paragraph": 1.0, "first_word": "so "}, "So it is."),
+        ("keywords:letter_frequency", {"letter": "e", "let_frequency": 3.0, "let_relation": "at least"}, "Eleven"),
+    ],
+)
+def test_whole_numbers_may_come_as_floats_and_keywords_with_blanks(name: str, kwargs: dict[str, Any], response: str) -> None:
+    assert follow(response, (name, kwargs))["reward"] == 1.0
+
+
+def test_number_that_is_not_whole_is_a_failure() -> None:
+    with pytest.raises(ValueError, match=r"length_constraints:number_words takes a whole number as num_words, got 2.5"):
+        follow("one", ("length_constraints:number_words", {"num_words": 2.5}))

@@ -67,7 +67,7 @@ def samples_of(engine: TransformersEngine, requests: Sequence[GenerationRequest]
 
 def policy(path: Path | None = None, *, replays: bool = True, dtype: torch.dtype | None = None) -> PolicyModel:
     path = path or tiny_model(FAMILY)
-    config = ModelConfig(path=path, device="cpu", routing_replay="rollout" if replays else "none")
+    config = ModelConfig(dtype="float32", path=path, device="cpu", routing_replay="rollout" if replays else "none")
     return PolicyModel(path, config=config, device=torch.device("cpu"), dtype=dtype)
 
 
@@ -180,7 +180,7 @@ def test_step_of_the_backend_is_the_same_with_and_without_replay_while_weights_a
 
 def test_scorer_replays_what_the_trainer_replays() -> None:
     samples, path = drawn(), tiny_model(FAMILY, seed=4)
-    config = ModelConfig(path=path, device="cpu", routing_replay="rollout")
+    config = ModelConfig(dtype="float32", path=path, device="cpu", routing_replay="rollout")
     scored = LogprobScorer(path, model=config, threads=1, max_tokens=64).score(samples)
     expected = by_hand(samples, plain_model(path))
     found = np.concatenate([scores[np.asarray(sample.loss_mask).astype(bool)] for scores, sample in zip(scored, samples, strict=True)])

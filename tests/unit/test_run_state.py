@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from event_samples import committed, ended, published
 
@@ -55,20 +57,27 @@ def test_run_state_ends_with_a_stop_for_all_only() -> None:
     assert state.ended.succeeded
 
 
-def not_finite(worker_id: str, step: int, *, at: int) -> MetricsReported:
-    return MetricsReported(worker_id=worker_id, role=worker_id[:-2], policy_version=step, values={"steps_not_finite": 1.0}, reported_at=at)
+def test_updates_that_were_skipped_are_counted_in_a_row_since_the_run_was_last_resumed() -> None:
+    state, counts = RunState(), []
+    for step, is_skipped in enumerate([True, True, False, True]):
+        state.note(committed(step, update_skipped=is_skipped, committed_at=step + 1))
+        counts.append(state.skipped_in_a_row)
+    assert (counts, state.num_updates_skipped) == ([1, 2, 0, 1], 3)
+    state.note(RunCommanded(command=Command.RESUME, reason="resumed", commanded_at=20))
+    assert state.skipped_in_a_row == 0
+    state.note(committed(4, update_skipped=True, committed_at=19))  # read after the command, committed before it
+    assert state.skipped_in_a_row == 0
+    state.note(committed(5, update_skipped=True, committed_at=21))
+    assert state.skipped_in_a_row == 1
 
 
-def test_step_is_lost_when_it_is_not_finite_twice_at_the_same_worker_since_the_run_was_taken_up() -> None:
+def test_reports_of_metrics_are_no_steps_that_are_not_finite() -> None:
+    """Anybody may write to control.metrics: what it says must not end a run."""
     state = RunState()
-    for report in (not_finite("trainer-0", 7, at=10), not_finite("trainer-1", 7, at=11), not_finite("trainer-0", 8, at=12)):
-        state.note(report)
-        assert state.step_lost is None
-    state.note(again := not_finite("trainer-0", 7, at=13))
-    assert state.step_lost is again
-    assert state.metrics == {}
-    state.note(RunCommanded(command=Command.RESUME, reason="taken up", commanded_at=20))
-    assert state.step_lost is None
+    for at in range(10):
+        forged = MetricsReported(worker_id="trainer-0", role="trainer", policy_version=7, values={"steps_not_finite": 1.0}, reported_at=at)
+        state.note(forged)
+    assert (state.skipped_in_a_row, state.num_updates_skipped) == (0, 0)
 
 
 def test_run_is_paused_until_it_is_resumed() -> None:
@@ -79,3 +88,26 @@ def test_run_is_paused_until_it_is_resumed() -> None:
     assert state.is_paused
     state.note(RunCommanded(command=Command.RESUME, reason="done"))
     assert not state.is_paused
+
+
+def test_run_state_does_not_grow_with_the_run() -> None:
+    state, whole = RunState(), RunState(keeps_all=True)
+    state.note(published(0))
+    for step in range(1000):
+        for event in (committed(step, update_skipped=True), ended(f"{step:06d}-0000-0", Outcome.TRAINED), published(step + 1)):
+            state.note(event)
+            whole.note(event)
+        state.note(MetricsReported(worker_id="c", role="critic", policy_version=step + 1, values={"value_loss": 0.25}))
+    assert (state.num_steps, state.num_updates_skipped, state.outcomes) == (1000, 1000, {"trained": 1000})
+    assert state.steps[-1].train_step == 999
+    assert max(len(state.steps), len(state.critic_figures)) < 256
+    assert len(state.recent_ends) < 40_000
+    assert (len(whole.steps), whole.num_steps) == (1000, 1000)
+
+
+def test_run_state_may_begin_at_any_publication_which_sums_up_what_lies_before() -> None:
+    state = RunState()
+    for event in (replace(published(700), num_steps_before=699, ended_before={"trained": 5592, "failed": 3}), committed(699), published(701)):
+        state.note(event)
+    state.note(ended("000699-0000-0", Outcome.FAILED))
+    assert (state.num_steps, state.policy_version, state.outcomes) == (700, 701, {"trained": 5592, "failed": 4})

@@ -11,8 +11,8 @@ import orjson
 import pyarrow.parquet
 import pytest
 from event_samples import ended, rolled_out, scored
+from small_settings import small_run
 
-from relax_events.config import RunConfig
 from relax_events.control.run_log import RunLog, Unreadable
 from relax_events.control.samples.export import Export
 from relax_events.control.samples.view import SampleView
@@ -35,9 +35,9 @@ def log(tmp_path: Path) -> RunLog:
         "run": {"id": "exported"},
         "model": {"path": "model"},
         "data": {"source": "jsonl:rows"},
-        "objects": {"uri": (tmp_path / "objects").as_uri()},
+        "objects": {"uri": (tmp_path / "objects").as_uri(), "by_run": False},
     }
-    config = RunConfig.model_validate(tree)
+    config = small_run(tree)
     return cast("RunLog", SimpleNamespace(config=config, newest_version=3, unreadable=Unreadable()))
 
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from small_settings import small_run
 
 from relax_events.config import SGLangConfig
 from relax_events.control.run_state import RunState
 from relax_events.control.scaling import Asked, Bounds, Conflicting, Kind, Refused, ScaleRequest, ScaleState, Status, Unknown, plan
 from relax_events.control.scaling.admission import cancellation
 from relax_events.control.scaling.metrics import ScaleMetrics
-from relax_events.control.scaling.state import NUM_KEPT, Departure
+from relax_events.control.scaling.state import KEPT_MICROS, NUM_KEPT, Departure
 from relax_events.events.parts import Command
 from relax_events.events.types import RunCommanded
 from relax_events.pipeline.control import still_valid
@@ -168,12 +169,31 @@ def test_records_that_nobody_of_ours_wrote_change_nothing() -> None:
     assert (state.requests, list(state.workers)) == (before, ["rollout-1"])
 
 
-def test_only_the_newest_of_the_requests_that_are_over_are_kept() -> None:
-    state = ScaleState()
-    for _ in range(NUM_KEPT + 5):
-        ended(state, opened(state, kind=Kind.OUT, target=2), Status.CREATING, Status.REMOVING, Status.FAILED)
-    assert (len(state.requests), sum(state.ended.values())) == (NUM_KEPT, NUM_KEPT + 5)
-    assert opened(state, kind=Kind.OUT, target=2).workers == (f"rollout-{NUM_KEPT + 6}",)
+def test_requests_that_are_over_are_known_for_days_and_the_newest_of_them_for_ever() -> None:
+    state, numbers = ScaleState(), range(NUM_KEPT + 105)
+    for number in numbers:
+        ended(state, opened(state, kind=Kind.OUT, target=2, key=f"key-{number}"), Status.CREATING, Status.REMOVING, Status.FAILED)
+    assert (len(state.requests), sum(state.ended.values())) == (len(numbers), len(numbers))
+    again = plan(state, BOUNDS, Asked(kind=Kind.OUT, target=2, key="key-0"), now=30 * SECOND)
+    assert not again.is_new  # the call of a caller that lost the answer, hundreds of requests ago
+    late = opened(state, kind=Kind.OUT, target=2)
+    state.note(late.step(Status.FAILED, now=20 * SECOND + KEPT_MICROS + 1))
+    assert len(state.requests) == NUM_KEPT
+    assert opened(state, kind=Kind.OUT, target=2).workers == (f"rollout-{len(numbers) + 2}",)
+
+
+def test_worker_has_as_long_as_its_server_may_take_to_start_and_load() -> None:
+    config = run_config()
+    assert BOUNDS.pools["default"].timeout == config.health.start_seconds * SECOND
+    engine = config.engine.model_copy(update={"name": "sglang", "sglang": config.engine.sglang.model_copy(update={"start_seconds": 2000.0})})
+    bounds = Bounds.of(config.model_copy(update={"engine": engine}), is_supervised=True)
+    assert bounds.pools["default"].timeout == 4000 * SECOND
+    with pytest.raises(Refused, match=r"timeout_secs must be >= 4000, got 300: .* .engine.sglang.start_seconds"):
+        plan(ScaleState(), bounds, Asked(kind=Kind.OUT, target=2, timeout_seconds=300.0), now=1)
+    with pytest.raises(ValueError, match=r"scaling.timeout_seconds must be 0 or >= 1200, got 300: .*engine.sglang.start_seconds"):
+        small_run(
+            config.model_dump() | {"engine": {"name": "sglang"}, "scaling": {"timeout_seconds": 300.0}, "health": {"stuck_seconds": 1800.0}}
+        )
 
 
 def test_run_that_is_taken_up_still_knows_its_workers() -> None:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from stack.images import default_of, image_names
+from stack.engine import Engine, StackError, read_pins
+from stack.images import Stopwatch, default_of, image_names, provide_images
+from stack.pins import digest_of, images_of_others, text_of
 from stack.run import bytes_of
+
+DIGEST = "sha256:" + "ab" * 32
 
 
 @pytest.mark.parametrize(
@@ -21,3 +28,33 @@ def test_image_is_the_compose_files_unless_it_is_chosen(monkeypatch: pytest.Monk
     monkeypatch.setenv("KAFKA_IMAGE", "registry.example/kafka:4")
     assert image_names()["kafka"] == "registry.example/kafka:4"
     assert set(image_names()) == {"light", "model", "kafka", "prometheus", "alertmanager"}
+
+
+def test_every_image_of_others_can_be_pinned_and_is_named_by_a_version() -> None:
+    images = images_of_others()
+    assert {"KAFKA_IMAGE", "PROMETHEUS_IMAGE", "ALERTMANAGER_IMAGE", "GRAFANA_IMAGE", "CONSOLE_IMAGE", "JAEGER_IMAGE", "BASE_IMAGE"} == set(images)
+    assert all(re.search(r":(v?\d+\.\d+\.\d+|bookworm-slim)$", tag) for tag in images.values())
+
+
+def test_digest_is_that_of_the_registry_and_an_image_made_here_has_none() -> None:
+    assert digest_of("apache/kafka:4.3.1", f'["apache/kafka@{DIGEST}"]') == f"apache/kafka@{DIGEST}"
+    for made_here in ("[]", "null"):
+        with pytest.raises(StackError, match=r"^apache/kafka:4.3.1 was made on this machine and has no digest of a registry; remove it"):
+            digest_of("apache/kafka:4.3.1", made_here)
+
+
+def test_pins_are_read_as_they_were_written(tmp_path: Path) -> None:
+    pins = {"KAFKA_IMAGE": f"apache/kafka@{DIGEST}", "BASE_IMAGE": f"debian@{DIGEST}"}
+    (tmp_path / "images.env").write_text(text_of(pins))
+    assert read_pins(tmp_path / "images.env") == pins
+    assert read_pins(tmp_path / "none.env") == {}
+
+
+def test_pinned_image_that_cannot_be_pulled_is_not_replaced_by_one_made_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cut(Engine):
+        def docker(self, *words: str, seconds: float = 0, check: bool = True) -> str:
+            raise StackError("no registry")
+
+    monkeypatch.setattr("stack.images.BASE_IMAGE", f"debian@{DIGEST}")
+    with pytest.raises(StackError, match=r"^debian@sha256:\w+ can't be pulled, and nothing made here has its digest; drop its line"):
+        provide_images(Cut(), Stopwatch())

@@ -8,6 +8,7 @@ from event_samples import committed, ended, published, ready
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_events.errors import RunFailed
 from relax_events.events.parts import CheckpointRef, Outcome, TopicOffset
 from relax_events.training.assembly import PlacedSample
 from relax_events.training.commit import trained_outcomes
@@ -90,18 +91,21 @@ def test_trained_outcomes_name_each_groups_version_and_mean_reward() -> None:
     assert (end.outcome, end.policy_version, end.trainer_version, end.mean_reward) == (Outcome.TRAINED, 2, 3, 0.5)
 
 
+READY, REQUESTS = "relax.r.advantage.samples", "relax.r.prompt.end-requests"
+
+
 def test_history_is_what_the_log_says() -> None:
     checkpoint = CheckpointRef(1, "file:///c/manifest.json", bytes(32))
     history = TrainingHistory()
-    assert (history.policy_version, history.is_fresh, history.checkpoint(), history.positions()) == (0, True, None, {})
+    assert (history.policy_version, history.is_fresh, history.checkpoints(), history.positions()) == (0, True, [], {})
     history.note(published(0))
-    history.note(committed(0, consumed=[TopicOffset("t", 0, 5), TopicOffset("t", 1, 9)]))
-    history.note(committed(1, checkpoint=checkpoint, consumed=[TopicOffset("t", 0, 8)]))
-    history.note(committed(2, consumed=[TopicOffset("t", 1, 12)]))
+    history.note(committed(0, consumed=[TopicOffset(READY, 0, 5), TopicOffset(READY, 1, 9), TopicOffset(REQUESTS, 1, 2)]))
+    history.note(committed(1, checkpoint=checkpoint, consumed=[TopicOffset(READY, 0, 8), TopicOffset(REQUESTS, 1, 7)]))
+    history.note(committed(2, consumed=[TopicOffset(READY, 1, 12)]))
     history.note(ended("000001-0002-0"))
     assert (history.policy_version, history.is_fresh) == (3, False)
-    assert history.checkpoint() == checkpoint
-    assert history.positions() == {0: 8, 1: 12}
+    assert history.checkpoints() == [checkpoint]
+    assert history.positions() == {("advantage.samples", 0): 8, ("advantage.samples", 1): 12, ("prompt.end-requests", 1): 7}
     assert history.ended_group_ids == {"000001-0002-0"}
     assert [event.policy_version for event in history.published] == [0]
 
@@ -127,3 +131,14 @@ def test_layout_arrays_have_the_types_of_the_log(shares: list[StepShare]) -> Non
         np.int32,
         np.int32,
     ]
+
+
+def test_history_that_begins_later_than_the_run_needs_a_checkpoint() -> None:
+    history = TrainingHistory()
+    history.require_from(0)
+    lost = CheckpointRef(5, "file:///objects/checkpoints/5/manifest.json", bytes(32))
+    history.note(published(5))
+    history.note(committed(5, checkpoint=lost))
+    with pytest.raises(RunFailed, match=r"no checkpoint can be read .*checkpoints/5/manifest.json.*begin again at version 0"):
+        history.require_from(0)
+    history.require_from(5)

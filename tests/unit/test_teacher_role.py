@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +40,8 @@ class Scripted:
 
 def worker_of(config: Any) -> Any:
     """Stand for the worker: give back the event of a record."""
-    return SimpleNamespace(config=config, metrics=SimpleNamespace(tokens=lambda count: None), sample_record=lambda topic, event, **_: (topic, event))
+    metrics = SimpleNamespace(tokens=lambda count: None)
+    return SimpleNamespace(config=config, metrics=metrics, sample_record=lambda topic, event, **_: (topic, event), piece=lambda name: nullcontext())
 
 
 def taught(config: Any) -> tuple[Scripted, list[SampleEvaluated]]:

@@ -11,6 +11,7 @@ from relax_events.config import RunConfig
 from relax_events.control.topics.applying import danger_of, plan_changes, refuse_dangers
 from relax_events.errors import BrokerRefused
 from relax_events.topics import TopicPlan, TopicSpec
+from relax_events.topics.plan import QUEUE_TOPICS, SAMPLE_TOPICS
 
 
 def test_plan_gives_all_sample_topics_the_same_partitions(make_run_config: Callable[..., RunConfig]) -> None:
@@ -31,7 +32,30 @@ def test_files_of_the_log_are_closed_in_time_where_purged_records_shall_leave_th
     make_run_config: Callable[..., RunConfig], retained: int, expected: str | None
 ) -> None:
     plan = TopicPlan.of(make_run_config(run={"id": "mine", "retain_versions": retained}))
-    assert {spec.settings.get("segment.ms") for spec in plan.specs()} == {expected}
+    purged = [spec for spec in plan.specs() if plan.entity(spec.name) in {*QUEUE_TOPICS, *SAMPLE_TOPICS}]
+    assert {spec.settings.get("segment.ms") for spec in purged} == {expected}
+
+
+def test_topics_that_are_compacted_or_kept_for_a_while_close_their_files_however_long_the_run_is(make_run_config: Callable[..., RunConfig]) -> None:
+    plan = TopicPlan.of(make_run_config(run={"id": "mine"}))
+    specs = {plan.entity(spec.name): spec for spec in plan.specs()}
+    for entity in ("control.heartbeats.trainer", "control.engines"):
+        assert specs[entity].settings["cleanup.policy"] == "compact"
+        assert int(specs[entity].settings["segment.bytes"]) <= 1 << 20
+    reports = specs["control.metrics.trainer"].settings
+    assert (int(reports["retention.ms"]), int(reports["retention.bytes"])) == (7 * 86_400_000, 256 << 20)
+    assert int(reports["segment.bytes"]) < int(reports["retention.bytes"])
+    for entity in ("control.train-steps", "control.schemas"):
+        assert (specs[entity].settings["retention.ms"], specs[entity].settings["cleanup.policy"]) == ("-1", "delete")
+
+
+def test_reports_have_topics_of_the_runs_own_roles() -> None:
+    names = {"prompter", "rollout", "reward", "advantage", "trainer", "controller", "metrics"}
+    plan = TopicPlan.of(RunConfig.model_validate({"run": {"id": "mine"}, "model": {"path": "m"}, "data": {"source": "jsonl:x"}}))
+    specs = {plan.entity(spec.name) for spec in plan.specs()}
+    for kind in ("heartbeats", "metrics"):
+        assert {entity for entity in specs if entity.startswith(f"control.{kind}.")} == {f"control.{kind}.{role}" for role in names}
+    assert (plan.has("control.metrics.reward"), plan.has("control.metrics.teacher"), plan.has("control.commands")) == (True, False, True)
 
 
 def test_changes_are_the_difference_between_plan_and_broker() -> None:

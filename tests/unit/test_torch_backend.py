@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from relax_events.errors import ConfigError, PoisonSample, RunFailed, WeightsError
+from relax_events.errors import ConfigError, PoisonSample, RunFailed, StepNotFinite, WeightsError
 from relax_events.training.protocol import TrainerState
 from relax_events.training.ranks import SingleRank
 from relax_events.training.torch_backend import TorchBackend
@@ -359,6 +359,27 @@ def test_step_goes_on_after_a_failed_one_as_if_it_had_not_been():
     for trainer in (mine, clean):
         trainer.accumulate(SAMPLES)
     assert mine.step() == clean.step()
+
+
+def test_skipped_step_leaves_weights_and_optimizer_and_counts_up():
+    mine, clean = backend(), backend()
+    for trainer in (mine, clean):
+        trainer.accumulate(SAMPLES[:2])
+        trainer.step()
+    before = snapshot(mine.state()).tensors
+    mine.accumulate([changed(SAMPLES[3], advantages=np.where(SAMPLES[3].loss_mask, np.float32(3e38), np.float32(0)))] * 2)
+    mine._flat.gradients.fill_(math.nan)
+    with pytest.raises(StepNotFinite):
+        mine.step()
+    mine.skip_step()
+    after = mine.state().tensors
+    assert mine.policy_version == 2
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    clean.policy_version = 2  # the learning rate goes by the version
+    for trainer in (mine, clean):
+        trainer.accumulate(SAMPLES[2:])
+    assert mine.step() == clean.step()
+    assert all(torch.equal(tensor, clean.weights()[name]) for name, tensor in mine.weights().items())
 
 
 def test_weights_are_a_snapshot_in_hugging_face_names():

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from event_samples import ready, rolled_out, scored
+from event_samples import ended, ready, rolled_out, scored
 
 from relax_events.errors import PoisonSample
-from relax_events.pipeline.validation import check_ready, check_sample
+from relax_events.events.parts import Outcome
+from relax_events.pipeline.validation import check_ended, check_ready, check_sample, outcomes_on
+from relax_events.topics.plan import END_REQUESTS, TRAINED_FROM
 
 
 def vector(*values: float, dtype: Any = np.float32) -> np.ndarray:
@@ -89,3 +93,26 @@ def test_good_samples_pass_unchanged_and_other_events_do_not() -> None:
         check_sample(scored())
     with pytest.raises(PoisonSample, match="expected SampleReady, got SampleRolledOut"):
         check_ready(first)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"prompt_group_id": "drop table"}, "'drop table' is no prompt group id; they look like 000012-0003-0"),
+        ({"prompt_group_id": "9" * 100_000}, "is no prompt group id"),
+        ({"prompt_group_id": "000001-0002-1"}, "the id must name train_step, group_index and attempt (1, 2, 0), got (1, 2, 1)"),
+        ({"outcome": Outcome.TRAINED}, "outcome must be filtered, expired or failed, got trained"),
+    ],
+)
+def test_end_that_nobody_may_ask_for_is_poison(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(PoisonSample, match=re.escape(text)) as caught:
+        check_ended(replace(ended("000001-0002-0"), **changes), allowed=outcomes_on(TRAINED_FROM))
+    assert len(str(caught.value)) < 300
+    assert check_ended(ended("000001-0002-0"), allowed=outcomes_on(TRAINED_FROM)).prompt_group_id == "000001-0002-0"
+
+
+@pytest.mark.parametrize(("entity", "refused"), [(TRAINED_FROM, {Outcome.TRAINED}), (END_REQUESTS, {Outcome.TRAINED, Outcome.FILTERED})])
+def test_topic_says_which_outcomes_its_writers_may_ask_for(entity: str, refused: set[Outcome]) -> None:
+    for outcome in Outcome:
+        with pytest.raises(PoisonSample, match="outcome must be") if outcome in refused else nullcontext():
+            check_ended(ended("000001-0002-0", outcome), allowed=outcomes_on(entity))

@@ -15,7 +15,6 @@ from torch import Tensor
 from relax_events.errors import WeightsError
 from relax_events.events.types import PolicyVersionPublished
 from relax_events.objects import ObjectStore
-from relax_events.training.publishing import newest_beside
 from relax_events.weights.artifacts import Written, delete_weights, weights_digest, write_weights
 from relax_events.weights.changes import changes_of
 from relax_events.weights.manifest import Base, WeightManifest
@@ -173,10 +172,6 @@ def test_versions_that_lead_back_to_themselves_are_refused(store: ObjectStore) -
     with pytest.raises(WeightsError, match="policy version 5 is based on version 5, which is no older one"):
         read_weights(store, reference)
 
-
-def test_what_is_read_on_top_of_a_version_keeps_it() -> None:
-    assert [newest_beside(oldest, full_every=1) for oldest in (1, 2, 7)] == [0, 1, 6]
-    assert [newest_beside(oldest, full_every=4) for oldest in (1, 4, 7, 8, 11)] == [-1, 3, 3, 7, 7]
 
 
 def test_manifest_of_a_whole_version_is_what_it_always_was(store: ObjectStore) -> None:

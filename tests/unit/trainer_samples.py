@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from small_settings import small_run
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -34,7 +35,7 @@ def run_config(
     dtype: str = "float32",
 ) -> RunConfig:
     """Make a config of a run on the CPU."""
-    return RunConfig.model_validate(
+    return small_run(
         {
             "run": {"id": "test"},
             "model": {"path": path or tiny_model(), "device": "cpu", "dtype": dtype},

@@ -1,11 +1,17 @@
 """Who may touch a broker's directory, and what is said when the system refuses."""
 
 import fcntl
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from relax_events.errors import EnvironmentProblem
+
+BUSY_SECONDS = 90.0
+"""How long another process may take: it starts the broker within 60 s, or stops it within 30 s."""
+_RETRY_SECONDS = 0.05
 
 
 class BrokerBusy(EnvironmentProblem):
@@ -13,20 +19,32 @@ class BrokerBusy(EnvironmentProblem):
 
 
 @contextmanager
-def sole_access(directory: Path) -> Iterator[None]:
+def sole_access(directory: Path, *, busy_seconds: float = BUSY_SECONDS) -> Iterator[None]:
     """Hold a broker's directory against other starters and stoppers; the system drops the lock with its holder, so none is left behind.
 
+    Args:
+        directory: The broker's, which exists.
+        busy_seconds: How long to wait for another process that holds it.
     Raises:
-        BrokerBusy: Another process holds it.
+        BrokerBusy: It still holds it.
     """
     with file_problems(directory):
         file = (directory / "broker.lock").open("w")
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BrokerBusy(f"another process is starting or stopping the broker in {directory}; try again when it is done") from None
+        deadline = time.monotonic() + busy_seconds
+        while not _is_locked(file):  # flock has no timeout, so this asks again
+            if time.monotonic() >= deadline:
+                raise BrokerBusy(f"another process is starting or stopping the broker in {directory}; try again when it is done")
+            time.sleep(_RETRY_SECONDS)
         yield
+
+
+def _is_locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -11,15 +12,19 @@ from typing import Self
 import psutil
 
 from relax_events.broker.embedded import process as processes
-from relax_events.broker.embedded.access import file_problems, sole_access
+from relax_events.broker.embedded.access import BUSY_SECONDS, file_problems, sole_access
 from relax_events.broker.embedded.diagnosis import explain_death
 from relax_events.broker.embedded.launch import LOG_NAME, STATE_NAME, launch
+from relax_events.broker.embedded.leases import Lease, lease_holders
+from relax_events.broker.embedded.login import PASSWORD_NAME, NodeLogin
 from relax_events.broker.embedded.ports import HOST
 from relax_events.broker.embedded.security import readiness_settings
-from relax_events.broker.embedded.state import BrokerState, read_state, write_state
+from relax_events.broker.embedded.state import BROKER_START, PASSWORD, BrokerState, read_state, write_state
+from relax_events.broker.security.settings import LOCAL_USER
 from relax_events.errors import BrokerUnavailable, ConfigError, EnvironmentProblem, RelaxError
 
 _LAST_PORT = 65_535
+STOP_SECONDS = 20.0
 _NO_PROPERTIES: Mapping[str, str] = MappingProxyType({})
 
 
@@ -28,23 +33,36 @@ class EmbeddedBroker:
 
     The directory holds server.properties, data/, broker.log and broker.json. Any process may make an object for it: all see the same broker.
     Start, stop and start again, after a crash too, keep the ports and the records, so that running clients reconnect.
-    As a context manager it starts on entry and stops on exit, but leaves running a broker that ran before.
+    What `start` brings up runs until `stop`. `in_use` brings it up for as long as it is needed: the last user to leave stops it,
+    and a user that is killed counts no more. As a context manager the object is one user.
 
     Args:
         directory: Made when missing.
         port: Where clients connect; 0 takes the port used before in this directory, or a free one.
         node_properties: Broker settings laid over ours, taken at the next start.
         credentials: A folder made by `relax broker secure`: only its principals get in. Remembered from then on.
+        has_password: Whether clients of a broker without credentials log in with the password of `password_file`. False lets every user of the
+            machine in; None does as the last start did, and at the first start they log in.
+        heap_mib: The most that its heap may grow to, in MiB, from the next start on; 0 for what the machine's memory allows.
     """
 
-    def __init__(self, directory: Path, *, port: int = 0, node_properties: Mapping[str, str] | None = None, credentials: Path | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        port: int = 0,
+        node_properties: Mapping[str, str] | None = None,
+        credentials: Path | None = None,
+        has_password: bool | None = None,
+        heap_mib: int = 0,
+    ) -> None:
         if not 0 <= port <= _LAST_PORT:
             raise ConfigError(f"port must be 0 to {_LAST_PORT}, got {port}; 0 takes a free one")
         self._directory = Path(directory).absolute()
         self._wanted_port = port
         self._node_properties = _NO_PROPERTIES if node_properties is None else dict(node_properties)
-        self._credentials = credentials
-        self._started_here = False
+        self._credentials, self._has_password, self._heap_mib = credentials, has_password, heap_mib
+        self._uses = ExitStack()
 
     @property
     def directory(self) -> Path:
@@ -74,6 +92,12 @@ class EmbeddedBroker:
         return f"{HOST}:{state.port}"
 
     @property
+    def password_file(self) -> Path | None:
+        """File with the password that clients log in with; None where they log in as principals, or not at all."""
+        state = self.state
+        return self._directory / PASSWORD_NAME if state is not None and state.login == PASSWORD else None
+
+    @property
     def pid(self) -> int | None:
         """Process id of the running broker, None when it is down."""
         state = self.state
@@ -85,49 +109,77 @@ class EmbeddedBroker:
         """Whether the broker's process is alive."""
         return self.pid is not None
 
-    def start(self, *, timeout_seconds: float = 60.0) -> None:
-        """Bring the broker up and return once it serves; one that runs already is only waited for.
+    @property
+    def users(self) -> list[int]:
+        """Process ids of those who use the broker now."""
+        return lease_holders(self._directory)
+
+    def start(self, *, timeout_seconds: float = 60.0, busy_seconds: float = BUSY_SECONDS) -> None:
+        """Bring the broker up until `stop`, and return once it serves; one that runs already is only waited for, and stays from now on.
 
         The first start on a machine fetches the jars, which takes its own time. A start that fails leaves no process behind.
 
         Args:
             timeout_seconds: From spawning the process to ready.
+            busy_seconds: How long to wait for another process that starts or stops it.
         Raises:
             EnvironmentProblem: No Java, no network on first use, no disk space, or the port is taken.
-            BrokerError: The broker ended while it started; the text has the last lines of its log.
+            BrokerError: The broker ended while it started; the text has the cause from its log.
             BrokerUnavailable: It was not ready in time.
             ConfigError: `node_properties` sets what the embedded broker decides itself, or `credentials` lacks a file.
         """
-        with file_problems(self._directory):
-            self._directory.mkdir(parents=True, exist_ok=True)
-        with sole_access(self._directory):
+        self._make_directory()
+        with sole_access(self._directory, busy_seconds=busy_seconds):
+            self._bring_up(timeout_seconds, by=BROKER_START)
             state = self.state
-            if state is not None and (running := _find(state)) is not None:
-                self._check_port(state)
-                self._await(running, state, timeout_seconds)
-                return
-            running, state = launch(
-                self._directory,
-                last=state,
-                wanted_port=self._wanted_port,
-                node_properties=self._node_properties,
-                credentials=self._credentials,
-            )
-            ready = False
-            try:
-                self._await(running, state, timeout_seconds)
-                ready = self._started_here = True
-            finally:
-                if not ready:
-                    self._finish(running, state, 0.0)
+            if state is not None and not state.stays:
+                write_state(self._directory / STATE_NAME, replace(state, started_by=BROKER_START))
 
-    def stop(self, *, timeout_seconds: float = 20.0) -> None:
-        """Shut the broker down cleanly, by force after the timeout; nothing happens when it is down."""
-        self._end(timeout_seconds)
+    def restart(self, *, timeout_seconds: float = 60.0) -> None:
+        """Bring up again a broker that died under its users, on the same port; when it is stopped stays as it was. One that runs is left alone.
+
+        Raises:
+            BrokerBusy: Another process is at it already.
+            EnvironmentProblem: As for `start`.
+            BrokerError: As for `start`.
+        """
+        with sole_access(self._directory, busy_seconds=0):
+            state = self.state
+            self._bring_up(timeout_seconds, by=state.started_by if state else BROKER_START, port=state.port if state else 0)
+
+    @contextmanager
+    def in_use(self, by: str, *, timeout_seconds: float = 60.0) -> Iterator[bool]:
+        """Keep the broker up while the block runs, and give whether this brought it up; the last user that leaves stops it.
+
+        Args:
+            by: The command that uses it, for the record.
+            timeout_seconds: How long a start may take.
+        Raises:
+            BrokerError: As for `start`.
+            EnvironmentProblem: As for `start`.
+        """
+        self._make_directory()
+        with ExitStack() as stack:
+            with sole_access(self._directory):
+                self._take_lease(stack)
+                is_new = self._bring_up(timeout_seconds, by=by)
+            yield is_new
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Count as a user of a broker that others bring up: it is not stopped while the block runs, unless by force."""
+        with ExitStack() as stack:
+            with sole_access(self._directory):
+                self._take_lease(stack)
+            yield
+
+    def stop(self, *, timeout_seconds: float = STOP_SECONDS, busy_seconds: float = BUSY_SECONDS) -> None:
+        """Shut the broker down cleanly, by force after the timeout, whoever uses it; nothing happens when it is down."""
+        self._end(timeout_seconds, busy_seconds, is_wanted=False)
 
     def kill(self) -> None:
         """End the broker at once, as a crash would; what it acknowledged is safe."""
-        self._end(0.0)
+        self._end(0.0, BUSY_SECONDS, is_wanted=True)
 
     def died_error(self) -> RelaxError:
         """Return the error that says why a broker that should be running is not."""
@@ -143,12 +195,72 @@ class EmbeddedBroker:
         return running is None or processes.ended_within(running, timeout_seconds)
 
     def __enter__(self) -> Self:
-        self.start()
+        self._uses.enter_context(self.in_use("a Python program"))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._started_here:
-            self.stop()
+        self._uses.close()
+
+    def _make_directory(self) -> None:
+        with file_problems(self._directory):
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def _bring_up(self, timeout_seconds: float, *, by: str, port: int = 0) -> bool:
+        """Start the broker unless it runs, wait until it serves, and return whether it had to be started; the caller has sole access."""
+        state = self.state
+        if state is not None and (running := _find(state)) is not None:
+            self._check_port(state)
+            self._await(running, state, timeout_seconds)
+            return False
+        running, state, newcomer = launch(
+            self._directory,
+            last=state,
+            wanted_port=self._wanted_port or port,
+            node_properties=self._node_properties,
+            credentials=self._credentials,
+            has_password=self._has_password,
+            heap_mib=self._heap_mib,
+            started_by=by,
+        )
+        ready = False
+        try:
+            if newcomer is not None:
+                state = self._introduce(newcomer, running, state, timeout_seconds)
+            self._await(running, state, timeout_seconds)
+            ready = True
+        finally:
+            if not ready:
+                self._finish(running, state, 0.0)
+        return True
+
+    def _introduce(self, login: NodeLogin, running: psutil.Process, state: BrokerState, timeout_seconds: float) -> BrokerState:
+        """Make the folder's password known to a node that was made without it, or under another one, and return what is recorded of that."""
+        from relax_events.broker.connection import Connection
+        from relax_events.broker.security.principals import PrincipalAdmin, SecurityChanges
+
+        self._await(running, state, timeout_seconds, client=login.of_node())
+        itself = Connection(f"{HOST}:{state.port}", timeout_seconds, client_id="relax.broker", credentials=login.of_node())
+        PrincipalAdmin(itself).apply(SecurityChanges([LOCAL_USER], [], [], []), password_of=lambda _: login.password)
+        known = replace(state, login=PASSWORD)
+        write_state(self._directory / STATE_NAME, known)
+        return known
+
+    def _take_lease(self, stack: ExitStack) -> None:
+        with file_problems(self._directory):
+            stack.callback(self._leave, Lease(self._directory))
+
+    def _leave(self, lease: Lease) -> None:
+        """Give a lease back, and stop the broker if nobody else has one and it is not to stay."""
+        try:
+            if not self._directory.is_dir():
+                return
+            with sole_access(self._directory):
+                lease.release()
+                state = self.state
+                if state is not None and not state.stays and (running := _find(state)) is not None and not self.users:
+                    self._finish(running, state, STOP_SECONDS)
+        finally:
+            lease.release()
 
     def _check_port(self, state: BrokerState) -> None:
         if self._wanted_port not in (0, state.port):
@@ -156,24 +268,24 @@ class EmbeddedBroker:
                 f"the broker in {self._directory} runs on port {state.port}, not {self._wanted_port}; stop it first, or choose another directory"
             )
 
-    def _await(self, running: psutil.Process, state: BrokerState, timeout_seconds: float) -> None:
+    def _await(self, running: psutil.Process, state: BrokerState, timeout_seconds: float, *, client: Mapping[str, str] | None = None) -> None:
         from relax_events.broker.embedded.readiness import becomes_ready  # loads librdkafka, which `relax broker status` does without
 
-        client = readiness_settings(state.credentials)
+        if client is None:
+            client = readiness_settings(state, self._directory / PASSWORD_NAME)
         if becomes_ready(running, state.port, deadline_seconds=time.monotonic() + timeout_seconds, client=client):
             return
         if processes.ended_within(running, 0):
             raise self.died_error()
         raise BrokerUnavailable(f"the embedded broker on {HOST}:{state.port} was not ready within {timeout_seconds:g} s; see {self.log_path}")
 
-    def _end(self, timeout_seconds: float) -> None:
+    def _end(self, timeout_seconds: float, busy_seconds: float, *, is_wanted: bool) -> None:
         if not self._directory.is_dir():
             return
-        with sole_access(self._directory):
+        with sole_access(self._directory, busy_seconds=busy_seconds):
             state = self.state
             if state is not None and (running := _find(state)) is not None:
-                self._finish(running, state, timeout_seconds)
-            self._started_here = False
+                self._finish(running, state if is_wanted else replace(state, started_by=""), timeout_seconds)
 
     def _finish(self, running: psutil.Process, state: BrokerState, timeout_seconds: float) -> None:
         clean = processes.end(running, timeout_seconds=timeout_seconds)

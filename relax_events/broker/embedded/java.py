@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from relax_events.broker.embedded.heap import LEAST_MIB
 from relax_events.errors import EnvironmentProblem
 
 MINIMUM_MAJOR = 17
@@ -21,7 +22,6 @@ _REMEDY = f"install Java {MINIMUM_MAJOR} or newer and put it on PATH (or set JAV
 # A small heap, one collector thread and the quick compiler: ready in 2.5 s and 150 MiB instead of 3.2 s and 400 MiB with Kafka's own flags.
 _FLAGS = (
     "-Xms64m",
-    "-Xmx512m",
     "-XX:+UseSerialGC",
     "-XX:TieredStopAtLevel=1",
     "-XX:+ExitOnOutOfMemoryError",
@@ -49,8 +49,13 @@ def find_java() -> Java:
         EnvironmentProblem: There is none, or all are too old; the text names the version seen and both remedies.
     """
     too_old: list[Java] = []
+    hanging: list[Path] = []
     for executable in _candidates():
-        java = _inspect(executable)
+        try:
+            java = _inspect(executable)
+        except subprocess.TimeoutExpired:
+            hanging.append(executable)
+            continue
         if java is not None and java.major >= MINIMUM_MAJOR:
             return java
         if java is not None:
@@ -58,6 +63,9 @@ def find_java() -> Java:
     if too_old:
         seen = ", ".join(f"{java.executable} is Java {java.major}" for java in too_old)
         raise EnvironmentProblem(f"the embedded broker needs Java {MINIMUM_MAJOR} or newer, but {seen}; {_REMEDY}")
+    if hanging:
+        rule = f"the embedded broker needs Java, and {hanging[0]} -version did not answer within {_TIMEOUT_SECONDS:g} s"
+        raise EnvironmentProblem(f"{rule}; see what it hangs on, or {_REMEDY}")
     raise EnvironmentProblem(f"the embedded broker needs Java and none was found in JAVA_HOME, on PATH or as a wheel; {_REMEDY}")
 
 
@@ -75,10 +83,14 @@ def _candidates() -> Iterator[Path]:
 
 
 def _inspect(executable: Path) -> Java | None:
-    """Ask a runtime for its version; None when it can't even tell (the stub that some systems put on PATH)."""
+    """Ask a runtime for its version; None when it can't even tell (the stub that some systems put on PATH).
+
+    Raises:
+        TimeoutExpired: It hangs.
+    """
     try:
         answer = subprocess.run([executable, "-version"], capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, subprocess.CalledProcessError):
         return None
     text = answer.stderr + answer.stdout
     major = parse_major(text)
@@ -100,7 +112,9 @@ def class_archive_path(java: Java, jars: Sequence[Path], directory: Path) -> Pat
     return directory / f"classes-{key}.jsa"
 
 
-def broker_command(java: Java, jars: Sequence[Path], properties: Path, *, archive: Path, archive_at_exit: str | None) -> list[str]:
+def broker_command(
+    java: Java, jars: Sequence[Path], properties: Path, *, archive: Path, archive_at_exit: str | None, heap_mib: int = LEAST_MIB
+) -> list[str]:
     """Return the argument list that runs a broker.
 
     Args:
@@ -109,6 +123,7 @@ def broker_command(java: Java, jars: Sequence[Path], properties: Path, *, archiv
         properties: The broker's `server.properties`; crash reports and native libraries go beside it.
         archive: A class archive to start from; one that doesn't fit is ignored by the runtime.
         archive_at_exit: Where a clean exit writes a new archive; then none is read.
+        heap_mib: The most that its heap may grow to, in MiB.
     """
     directory = properties.parent
     # Archive warnings (a jar that moved, a class that can't be archived) are no news to a user; errors still are.
@@ -116,4 +131,5 @@ def broker_command(java: Java, jars: Sequence[Path], properties: Path, *, archiv
     read_flag, write_flag = ("AOTCache", "AOTCacheOutput") if java.major >= _AOT_MAJOR else ("SharedArchiveFile", "ArchiveClassesAtExit")
     sharing = f"-XX:{read_flag}={archive}" if archive_at_exit is None else f"-XX:{write_flag}={archive_at_exit}"
     places = [f"-XX:ErrorFile={directory / 'java-crash.log'}", f"-Djava.io.tmpdir={directory / 'tmp'}"]
-    return [str(java.executable), *_FLAGS, *quiet, sharing, *places, "-cp", os.pathsep.join(map(str, jars)), "kafka.Kafka", str(properties)]
+    flags = [f"-Xmx{heap_mib}m", *_FLAGS, *quiet, sharing, *places]
+    return [str(java.executable), *flags, "-cp", os.pathsep.join(map(str, jars)), "kafka.Kafka", str(properties)]

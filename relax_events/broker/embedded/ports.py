@@ -49,4 +49,5 @@ def require_free(port: int) -> None:
 
 def port_taken(port: int) -> EnvironmentProblem:
     """Return the error for a port that another program holds."""
-    return EnvironmentProblem(f"port {port} on {HOST} is taken by another program; end that program, or choose another port with --port")
+    remedy = "end that program, or choose another port: relax broker start --port"
+    return EnvironmentProblem(f"port {port} on {HOST} is taken by another program; {remedy}")

@@ -4,7 +4,9 @@ import os
 import select
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -15,11 +17,15 @@ _SAME_START_SECONDS = 2.0
 _KILL_SECONDS = 10.0
 
 
-def spawn(command: list[str], *, log: Path) -> psutil.Process:
+def spawn(command: list[str], *, log: Path, environment: Mapping[str, str] = MappingProxyType({})) -> psutil.Process:
     """Run a command in a session of its own, its output appended to `log`, and return without waiting.
 
     A session of its own keeps the interrupt key of the terminal that started it from ending it.
 
+    Args:
+        command: The program with its arguments.
+        log: Where its output is added.
+        environment: Laid over our own.
     Raises:
         EnvironmentProblem: The program can't be run.
     """
@@ -30,7 +36,7 @@ def spawn(command: list[str], *, log: Path) -> psutil.Process:
         (os.POSIX_SPAWN_DUP2, 1, 2),
     ]
     try:
-        return psutil.Process(os.posix_spawn(command[0], command, os.environ, file_actions=actions, setsid=True))
+        return psutil.Process(os.posix_spawn(command[0], command, {**os.environ, **environment}, file_actions=actions, setsid=True))
     except OSError as error:
         raise EnvironmentProblem(f"could not run {command[0]}: {error}") from error
 

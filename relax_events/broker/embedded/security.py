@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_events.broker.embedded.ports import HOST
+from relax_events.broker.embedded.state import PASSWORD, BrokerState
+from relax_events.broker.embedded.storage import is_formatted
 from relax_events.broker.security.folder import ADMIN, LOCAL, SecurityFolder, read_secret
 from relax_events.broker.security.scram import ScramCredential
-from relax_events.broker.security.settings import CLIENTS, CONTROLLER, INTERNAL, admin_security, broker_security
+from relax_events.broker.security.settings import CLIENTS, CONTROLLER, INTERNAL, admin_security, broker_security, local_security
 from relax_events.errors import ConfigError, EnvironmentProblem
 
 
@@ -56,14 +58,20 @@ def kept_credentials(given: Path | None, recorded: str | None, *, data: Path) ->
     Raises:
         EnvironmentProblem: The node was made without security, so that nobody could log in.
     """
-    if given is not None and recorded is None and (data / "meta.properties").exists():
+    if given is not None and recorded is None and is_formatted(data):
         raise EnvironmentProblem(
-            f"the broker in {data.parent} was made without security and has no users; choose another run.directory (or --directory), "
-            "or leave broker.credentials out"
+            f"the broker in {data.parent} was made without broker.credentials and does not know their users; "
+            "choose another run.directory (or --directory), or leave broker.credentials out"
         )
     return given if given is not None else None if recorded is None else Path(recorded)
 
 
-def readiness_settings(credentials: str | None) -> dict[str, str]:
-    """Return what a client needs to ask whether the node serves."""
-    return {} if credentials is None else admin_security(SecurityFolder(Path(credentials)))
+def readiness_settings(state: BrokerState, password_file: Path) -> dict[str, str]:
+    """Return what a client needs to ask whether the node serves.
+
+    Raises:
+        ConfigError: The password can't be read.
+    """
+    if state.credentials is not None:
+        return admin_security(SecurityFolder(Path(state.credentials)))
+    return local_security(password_file) if state.login == PASSWORD else {}

@@ -3,12 +3,16 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from relax_events.broker.embedded.heap import LEAST_MIB, request_bytes
+from relax_events.broker.embedded.login import NodeLogin
 from relax_events.broker.embedded.security import NodeSecurity
 from relax_events.broker.embedded.storage import NODE_ID
 from relax_events.errors import ConfigError
 
 _MIB = 1 << 20
 _HOUR_MILLISECONDS = 3_600_000
+SHARE_GROUP_SIZE = 1000
+"""Members that a share group may have."""
 
 _NODE = {
     "process.roles": "broker,controller",
@@ -18,8 +22,9 @@ _NODE = {
     "inter.broker.listener.name": "PLAINTEXT",
 }
 _SESSION = {
-    # After a kill a node waits for its old session to lapse: ready in 2.4 s instead of 11.6 s with the defaults 9000 and 2000.
-    "broker.session.timeout.ms": 1000,
+    # After a kill a node waits for its old session to lapse, with the defaults 9000 and 2000 for 11.6 s. A session of 1000 ends on a busy machine
+    # though the node lives: for a moment the controller then counts no broker, and refuses topics and leaders.
+    "broker.session.timeout.ms": 4000,
     "broker.heartbeat.interval.ms": 200,
 }
 _TOPICS = {
@@ -65,6 +70,11 @@ _GROUPS = {
     "group.share.heartbeat.interval.ms": 500,
     "group.share.min.record.lock.duration.ms": 1000,
     "group.share.max.record.lock.duration.ms": _HOUR_MILLISECONDS,
+    # Each lane of a rollout worker is a member, and 200 members are allowed by default; 1000 is the most that Kafka takes.
+    "group.share.max.size": SHARE_GROUP_SIZE,
+    # Each member has a share session, of all runs on this broker; where slots are out, sessions are made anew at every fetch.
+    "group.share.max.share.sessions": 4000,
+    "max.incremental.fetch.session.cache.slots": 4000,
     "group.share.partition.max.record.locks": 10_000,
     "group.share.max.partition.max.record.locks": 10_000,
     "transaction.max.timeout.ms": 900_000,
@@ -74,7 +84,15 @@ _OWN_KEYS = frozenset(
 )
 
 
-def server_properties(data: Path, *, port: int, controller_port: int, overrides: Mapping[str, str], security: NodeSecurity | None = None) -> str:
+def server_properties(
+    data: Path,
+    *,
+    port: int,
+    controller_port: int,
+    overrides: Mapping[str, str],
+    heap_mib: int = LEAST_MIB,
+    security: NodeSecurity | NodeLogin | None = None,
+) -> str:
     """Return the text of `server.properties`.
 
     Args:
@@ -82,7 +100,8 @@ def server_properties(data: Path, *, port: int, controller_port: int, overrides:
         port: Where clients connect, on the loopback interface.
         controller_port: Where the node talks to its own controller.
         overrides: Further broker settings, laid over these.
-        security: Who may connect and do what; without it everyone may do everything.
+        heap_mib: Of the process, in MiB: what it holds of requests follows from it.
+        security: Who may connect and do what; without it everyone on this machine may do everything.
     Raises:
         ConfigError: An override touches what the embedded broker decides (addresses, folders, identity), or the folder's name holds a comma.
     """
@@ -98,7 +117,8 @@ def server_properties(data: Path, *, port: int, controller_port: int, overrides:
         "log.dirs": str(data),
     }
     secured = {} if security is None else security.properties(port=port, controller_port=controller_port)
-    settings = {**_NODE, **_SESSION, **_TOPICS, **_INTERNAL_TOPICS, **_GROUPS, **places, **secured, **overrides}
+    held = {"queued.max.request.bytes": request_bytes(heap_mib)}
+    settings = {**_NODE, **_SESSION, **_TOPICS, **_INTERNAL_TOPICS, **_GROUPS, **held, **places, **secured, **overrides}
     return "".join(f"{escape(key)}={escape(str(value))}\n" for key, value in settings.items())
 
 

@@ -11,6 +11,7 @@ from relax_events.broker.security.scram import ScramCredential
 from relax_events.errors import EnvironmentProblem
 
 NODE_ID = 1
+MARKER = "meta.properties"
 MINIMUM_FREE_BYTES = 256 << 20
 _MIB = 1 << 20
 
@@ -26,14 +27,19 @@ def ensure_formatted(data: Path, *, users: Sequence[ScramCredential] = (), node_
         node_id: The node's number within its cluster.
         cluster_id: What all nodes of a cluster share; empty makes one up, for a cluster of one node.
     """
-    marker = data / "meta.properties"
-    if marker.exists():
+    marker = data / MARKER
+    if is_formatted(data):
         return
     data.mkdir(parents=True, exist_ok=True)
     (data / "bootstrap.checkpoint").write_bytes(bootstrap_checkpoint(users=users))
-    draft = data / "meta.properties.tmp"
+    draft = data / f"{MARKER}.tmp"
     draft.write_text(f"version=1\ncluster.id={cluster_id or new_id()}\nnode.id={node_id}\ndirectory.id={new_id()}\n", encoding="ascii")
     draft.replace(marker)
+
+
+def is_formatted(data: Path) -> bool:
+    """Tell whether a log folder has been formatted."""
+    return (data / MARKER).exists()
 
 
 def new_id() -> str:

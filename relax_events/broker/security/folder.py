@@ -109,7 +109,7 @@ class SecurityFolder:
 def write_private(file: Path, content: bytes, *, mode: int = OWNER_ONLY) -> None:
     """Write a file that only its owner may read, whole or not at all."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = file.with_name(f"{file.name}.tmp")
+    draft = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as opened:
         opened.write(content)

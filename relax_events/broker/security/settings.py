@@ -7,6 +7,9 @@ from pathlib import Path
 from relax_events.broker.security.folder import ADMIN, SecurityFolder, read_secret
 
 MECHANISM = "SCRAM-SHA-512"
+LOCAL_PROTOCOL, LOCAL_USER = "SASL_PLAINTEXT", "relax"
+"""Of the embedded broker, on the loopback interface."""
+LOCAL_KEY = "broker.embedded_password_file"
 CLIENTS, INTERNAL, CONTROLLER = "SASL_SSL", "INTERNAL", "CONTROLLER"
 """Names of the listeners; the first is where our clients connect."""
 
@@ -41,6 +44,16 @@ def client_security(username: str, password: str, ca_file: Path | None) -> dict[
     """Return librdkafka's settings of a client that proves itself by password."""
     trust = {} if ca_file is None else {"ssl.ca.location": str(ca_file)}
     return {"security.protocol": "SASL_SSL", "sasl.mechanism": MECHANISM, "sasl.username": username, "sasl.password": password, **trust}
+
+
+def local_security(password_file: Path) -> dict[str, str]:
+    """Return librdkafka's settings of a client of an embedded broker.
+
+    Raises:
+        ConfigError: The password can't be read.
+    """
+    password = read_secret(password_file, key=LOCAL_KEY)
+    return {"security.protocol": LOCAL_PROTOCOL, "sasl.mechanism": MECHANISM, "sasl.username": LOCAL_USER, "sasl.password": password}
 
 
 def admin_security(folder: SecurityFolder) -> dict[str, str]:

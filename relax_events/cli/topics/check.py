@@ -19,7 +19,8 @@ def check(config: Path, *overrides: str, output: Output = "table") -> int:
     """
     from relax_events.control.topics.check import check_topics
 
-    findings = check_topics(*open_run(config, overrides))
+    with open_run(config, overrides, may_be_new=True) as (settings, admin):
+        findings = check_topics(settings, admin)
     rows = [["note" if item.is_note else "ok" if item.is_good else "NO", item.what, item.text, item.remedy] for item in findings]
     show(["", "what", "finding", "remedy"] if output == "table" else ["verdict", "what", "finding", "remedy"], rows, output)
     return 0 if all(item.is_good for item in findings) else 6

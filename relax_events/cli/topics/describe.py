@@ -21,16 +21,16 @@ def describe(config: Path, *overrides: str, output: Output = "table") -> None:
     """
     from relax_events.topics import TopicPlan
 
-    settings, admin = open_run(config, overrides)
-    topics = TopicPlan.of(settings)
-    docs = {spec.name: spec.doc for spec in topics.specs()}
-    found = admin.topics(topics.topic(""))
-    places = [(state.name, partition) for state in found.values() for partition in range(state.num_partitions)]
-    begins, ends = admin.begin_offsets(places), admin.end_offsets(places)
-    rows = []
-    for name, state in sorted(found.items()):
-        mine = [place for place in places if place[0] == name]
-        gone = sum(begins[place] for place in mine)
-        kept = sum(ends[place] - begins[place] for place in mine)
-        rows.append([name, state.num_partitions, state.replication_factor, kept, gone, docs.get(name, "not in the plan")])
-    show(["topic", "partitions", "replicas", "records", "purged", "what"], rows, output)
+    with open_run(config, overrides) as (settings, admin):
+        topics = TopicPlan.of(settings)
+        docs = {spec.name: spec.doc for spec in topics.specs()}
+        found = admin.topics(topics.topic(""))
+        places = [(state.name, partition) for state in found.values() for partition in range(state.num_partitions)]
+        begins, ends = admin.begin_offsets(places), admin.end_offsets(places)
+        rows = []
+        for name, state in sorted(found.items()):
+            mine = [place for place in places if place[0] == name]
+            gone = sum(begins[place] for place in mine)
+            kept = sum(ends[place] - begins[place] for place in mine)
+            rows.append([name, state.num_partitions, state.replication_factor, kept, gone, docs.get(name, "not in the plan")])
+        show(["topic", "partitions", "replicas", "records", "purged", "what"], rows, output)

@@ -28,9 +28,9 @@ def export_run(
     """
     from relax_events.control.transfer.exporting import ExportFilter, export_run, versions_of
 
-    settings, admin = open_run(config, overrides)
-    wanted = ExportFilter(entity, versions_of(version))
-    manifest = export_run(settings, admin, folder, wanted, with_objects=objects, report=lambda line: print(line, file=sys.stderr))
-    length = 16 if output == "table" else None
-    rows = [[i.entity, i.partition, i.num_records, i.num_bytes, i.begin, i.end, i.records_digest[:length]] for i in manifest.partitions]
-    show(["topic", "partition", "records", "bytes", "begin", "end", "digest"], rows, output)
+    with open_run(config, overrides) as (settings, admin):
+        wanted = ExportFilter(entity, versions_of(version))
+        manifest = export_run(settings, admin, folder, wanted, with_objects=objects, report=lambda line: print(line, file=sys.stderr))
+        length = 16 if output == "table" else None
+        rows = [[i.entity, i.partition, i.num_records, i.num_bytes, i.begin, i.end, i.records_digest[:length]] for i in manifest.partitions]
+        show(["topic", "partition", "records", "bytes", "begin", "end", "digest"], rows, output)

@@ -38,23 +38,23 @@ def import_run(
     from relax_events.control.transfer.importing import import_run, plan_import, verify_import
     from relax_events.control.transfer.manifest import Manifest, check_files
 
-    settings, admin = open_run(config, (*overrides, *([f"run.id={run_id}"] if run_id else [])))
-    manifest = Manifest.load(folder)
-    check_files(folder, manifest)
-    plan = plan_import(settings, admin, manifest)
-    rows = [[i.entity, i.partition, i.num_records, i.num_bytes, i.end] for i in plan.partitions]
-    show(["topic", "partition", "records", "bytes", "end"], rows, output)
-    if plan.num_present:
-        print(f"{plan.num_present} partition(s) are there already", file=sys.stderr)
-    if dry_run:
+    with open_run(config, (*overrides, *([f"run.id={run_id}"] if run_id else [])), may_be_new=True) as (settings, admin):
+        manifest = Manifest.load(folder)
+        check_files(folder, manifest)
+        plan = plan_import(settings, admin, manifest)
+        rows = [[i.entity, i.partition, i.num_records, i.num_bytes, i.end] for i in plan.partitions]
+        show(["topic", "partition", "records", "bytes", "end"], rows, output)
+        if plan.num_present:
+            print(f"{plan.num_present} partition(s) are there already", file=sys.stderr)
+        if dry_run:
+            return 0
+        if plan.partitions:
+            if not agreed(f"write {plan.num_records} records as run {settings.run.id}?", yes=yes):
+                return 6
+            import_run(settings, admin, folder, manifest, plan, report=lambda line: print(line, file=sys.stderr))
+        if verify:
+            verify_import(settings, manifest)
+            print("every partition is as exported", file=sys.stderr)
+        if manifest.objects:
+            print(f'for references to objects, put into the run file: [objects] moved_from = ["{manifest.objects_uri}"]', file=sys.stderr)
         return 0
-    if plan.partitions:
-        if not agreed(f"write {plan.num_records} records as run {settings.run.id}?", yes=yes):
-            return 6
-        import_run(settings, admin, folder, manifest, plan, report=lambda line: print(line, file=sys.stderr))
-    if verify:
-        verify_import(settings, manifest)
-        print("every partition is as exported", file=sys.stderr)
-    if manifest.objects:
-        print(f'for references to objects, put into the run file: [objects] moved_from = ["{manifest.objects_uri}"]', file=sys.stderr)
-    return 0

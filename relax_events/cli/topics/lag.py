@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +24,8 @@ def lag(
 
     Example: relax topics lag configs/quickstart.toml --by member
 
-    `stale` records belong to a version before the slot's owner; `oldest_seconds` is how long ago the oldest unread one was written.
+    `stale` records belong to a version before the slot's owner; `oldest_seconds` is how long ago the oldest unread one was written. A role
+    `run ID` is a run that replays this one: it counts what its newest checkpoint does not cover.
 
     Args:
         config: The run file, TOML.
@@ -33,16 +35,16 @@ def lag(
         every: Seconds between two looks.
         output: A table to read, or JSON for programs.
     """
-    settings, admin = open_run(config, overrides)
-    if not watch:
-        _look(settings, admin, by, output)
-        return
-    with suppress(KeyboardInterrupt):
-        while True:
-            if output == "table":
-                print(CLEAR, end="")
+    with open_run(config, overrides) as (settings, admin):
+        if not watch:
             _look(settings, admin, by, output)
-            time.sleep(every)
+            return
+        with suppress(KeyboardInterrupt):
+            while True:
+                if output == "table":
+                    print(CLEAR, end="", file=getattr(sys.stdout, "terminal", sys.stdout))
+                _look(settings, admin, by, output)
+                time.sleep(every)
 
 
 def _look(settings: RunConfig, admin: Admin, by: str, output: Output) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,13 +14,25 @@ if TYPE_CHECKING:
 Output = Literal["table", "json"]
 
 
-def open_run(config: Path, overrides: tuple[str, ...]) -> tuple[RunConfig, Admin]:
-    """Return the run with its broker's address filled in, and an admin client of that broker, which has answered."""
-    from relax_events.config import load_run_config
-    from relax_events.control.address import attach, open_admin
+@contextmanager
+def open_run(config: Path, overrides: tuple[str, ...], *, may_be_new: bool = False) -> Iterator[tuple[RunConfig, Admin]]:
+    """Give the run with its broker's address filled in, and an admin client of that broker, which has answered.
 
-    settings = attach(load_run_config(config, overrides))
-    return settings, open_admin(settings, name="topics")
+    Args:
+        config: The run file.
+        overrides: Laid over it.
+        may_be_new: Whether the broker need not know the run.
+    Raises:
+        ConfigError: The broker does not know the run, and should.
+    """
+    from relax_events.config import load_run_config
+    from relax_events.control.address import attached, open_admin, require_run
+    from relax_events.topics import TopicPlan
+
+    with attached(load_run_config(config, overrides), by="relax topics") as settings, closing(open_admin(settings, name="topics")) as admin:
+        if not may_be_new:
+            require_run(settings, admin.topics(TopicPlan.of(settings).topic("")))
+        yield settings, admin
 
 
 def show(columns: Sequence[str], rows: Sequence[Sequence[Any]], output: Output) -> None:

@@ -27,13 +27,11 @@ def plan(config: Path, *overrides: str, allow: tuple[Danger, ...] = (), output: 
         allow: A danger that is agreed to, once for each.
         output: A table to read, or JSON for programs.
     """
-    settings, admin = open_run(config, overrides)
-    return 6 if _show_changes(settings, admin, allow, output) else 0
+    with open_run(config, overrides, may_be_new=True) as (settings, admin):
+        return 6 if _show_changes(settings, admin, allow, output) else 0
 
 
-def apply(
-    config: Path, *overrides: str, allow: tuple[Danger, ...] = (), dry_run: bool = False, yes: bool = False, output: Output = "table"
-) -> int:
+def apply(config: Path, *overrides: str, allow: tuple[Danger, ...] = (), dry_run: bool = False, yes: bool = False, output: Output = "table") -> int:
     """Create and alter the run's topics; what would lose or misplace records is refused without a word for it.
 
     Example: relax topics apply configs/quickstart.toml --dry-run
@@ -49,15 +47,15 @@ def apply(
     from relax_events.cli.consent import agreed
     from relax_events.control.topics.applying import apply_topics, refuse_dangers
 
-    settings, admin = open_run(config, overrides)
-    changes = _show_changes(settings, admin, allow, output)
-    if not changes or dry_run:
+    with open_run(config, overrides, may_be_new=True) as (settings, admin):
+        changes = _show_changes(settings, admin, allow, output)
+        if not changes or dry_run:
+            return 0
+        refuse_dangers(changes, allow=allow)
+        if not agreed(f"make {len(changes)} change(s)?", yes=yes):
+            return 6
+        apply_topics(settings, admin, allow=allow)
         return 0
-    refuse_dangers(changes, allow=allow)
-    if not agreed(f"make {len(changes)} change(s)?", yes=yes):
-        return 6
-    apply_topics(settings, admin, allow=allow)
-    return 0
 
 
 def _show_changes(settings: RunConfig, admin: Admin, allow: tuple[str, ...], output: Output) -> list[Change]:

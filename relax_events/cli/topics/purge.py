@@ -28,17 +28,19 @@ def purge(
     from relax_events.cli.consent import agreed
     from relax_events.control.topics.purger import open_purge
 
-    settings, _ = open_run(config, overrides)
-    with open_purge(settings, before_version=before_version) as purge:
-        sizes = purge.bytes_of_cuts()
-        columns = ["topic", "partition", "records", "about_bytes", "begin", "delete_below", "held_by"]
-        rows = [[*cut.place, cut.num_records, sizes.get(cut.place, 0), cut.begin, cut.below, cut.held_by] for cut in purge.cuts if cut.num_records]
-        show(columns, rows, output)
-        total = sum(cut.num_records for cut in purge.cuts)
-        print(f"{total} records, about {sum(sizes.values())} bytes, of versions before {purge.before_version}", file=sys.stderr)
-        if dry_run or not total:
-            return 0
-        if not agreed(f"delete {total} records for good?", yes=yes):
-            return 6
-        purge.apply()
-    return 0
+    with open_run(config, overrides) as (settings, _):
+        with open_purge(settings, before_version=before_version) as purge:
+            sizes = purge.bytes_of_cuts()
+            columns = ["topic", "partition", "records", "about_bytes", "begin", "delete_below", "held_by"]
+            rows = [
+                [*cut.place, cut.num_records, sizes.get(cut.place, 0), cut.begin, cut.below, cut.held_by] for cut in purge.cuts if cut.num_records
+            ]
+            show(columns, rows, output)
+            total = sum(cut.num_records for cut in purge.cuts)
+            print(f"{total} records, about {sum(sizes.values())} bytes, of versions before {purge.before_version}", file=sys.stderr)
+            if dry_run or not total:
+                return 0
+            if not agreed(f"delete {total} records for good?", yes=yes):
+                return 6
+            purge.apply()
+        return 0

@@ -45,17 +45,17 @@ def reset(
     from relax_events.cli.consent import agreed
     from relax_events.control.topics.reset import ResetTarget, apply_reset, plan_reset, refuse_reset, time_of
 
-    settings, admin = open_run(config, overrides)
-    time_ms = time_of(to_time) if to_time else None
-    target = ResetTarget(version=to_version, time_ms=time_ms, offsets=to_offset, to_beginning=to_beginning, to_end=to_end)
-    plan = plan_reset(settings, admin, role, target)
-    columns = ["topic", "partition", "before", "after", "read_again", "passed_over"]
-    rows = [[*move.place, move.before, move.after, max(-move.num_skipped, 0), max(move.num_skipped, 0)] for move in plan.moves]
-    show(columns, rows, output)
-    if dry_run or not plan.moves:
+    with open_run(config, overrides) as (settings, admin):
+        time_ms = time_of(to_time) if to_time else None
+        target = ResetTarget(version=to_version, time_ms=time_ms, offsets=to_offset, to_beginning=to_beginning, to_end=to_end)
+        plan = plan_reset(settings, admin, role, target)
+        columns = ["topic", "partition", "before", "after", "read_again", "passed_over"]
+        rows = [[*move.place, move.before, move.after, max(-move.num_skipped, 0), max(move.num_skipped, 0)] for move in plan.moves]
+        show(columns, rows, output)
+        if dry_run or not plan.moves:
+            return 0
+        refuse_reset(admin, plan, allow=allow)
+        if not agreed(f"move {len(rows)} offset(s) of {plan.consumer_group}?", yes=yes):
+            return 6
+        apply_reset(admin, plan, allow=allow)
         return 0
-    refuse_reset(admin, plan, allow=allow)
-    if not agreed(f"move {len(rows)} offset(s) of {plan.consumer_group}?", yes=yes):
-        return 6
-    apply_reset(admin, plan, allow=allow)
-    return 0

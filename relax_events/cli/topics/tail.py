@@ -50,13 +50,13 @@ def tail(
     from relax_events.control.run_log import RunLog
     from relax_events.control.topics import tail as topic_tail
 
-    settings, admin = open_run(config, overrides)
-    places = topic_tail.tail_places(settings, admin, entity, partition=partition)
-    with RunLog(settings, name="tail") as log, suppress(KeyboardInterrupt, BrokenPipeError):
-        starts = topic_tail.tail_starts(log, admin, places, from_)
-        stops = None if follow else admin.end_offsets(places)
-        for item in islice(topic_tail.tail(log, starts, stops=stops), limit):
-            print(_json(item, headers, raw) if output == "json" else _line(item, headers, raw), flush=True)
+    with open_run(config, overrides) as (settings, admin):
+        places = topic_tail.tail_places(settings, admin, entity, partition=partition)
+        with RunLog(settings, name="tail") as log, suppress(KeyboardInterrupt):
+            starts = topic_tail.tail_starts(log, admin, places, from_)
+            stops = None if follow else admin.end_offsets(places)
+            for item in islice(topic_tail.tail(log, starts, stops=stops), limit):
+                print(_json(item, headers, raw) if output == "json" else _line(item, headers, raw), flush=True)
 
 
 def _content(item: TailedRecord, raw: str) -> Any:

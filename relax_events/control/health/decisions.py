@@ -66,10 +66,13 @@ def _symptom(state: HealthState, heard: Heard, limits: Limits, *, now: int) -> S
     beat, silent = heard.beat, state.silent_micros(heard, now=now)
     if beat.state is WorkerState.STOPPED:
         return None
-    if beat.state is WorkerState.STARTING:  # it beats again when it is ready
-        return Symptom.SLOW_START if silent > limits.start else None
+    is_overdue = beat.activity_deadline_at is not None and beat.beat_at > beat.activity_deadline_at
+    if beat.state is WorkerState.STARTING:
+        return Symptom.SLOW_START if is_overdue or silent > limits.start else None
     if silent > limits.hung:
         return Symptom.SILENT
+    if is_overdue:
+        return Symptom.OVERDUE
     is_stuck = beat.busy_since is not None and beat.beat_at - beat.busy_since > limits.stuck
     return Symptom.STUCK if is_stuck else None
 
@@ -141,6 +144,15 @@ def _escalated(state: HealthState, limits: Limits, reason: str, *, symptom: Symp
 
 def _told(symptom: Symptom, heard: Heard, state: HealthState, *, now: int) -> str:
     silent, beat = state.silent_micros(heard, now=now) / MICROS, heard.beat
-    if symptom is Symptom.STUCK:
-        return f"has had work for {(beat.beat_at - (beat.busy_since or 0)) / MICROS:.0f} s and has not got on with it"
-    return f"has been starting for {silent:.0f} s" if symptom is Symptom.SLOW_START else f"has sent no beat for {silent:.0f} s"
+    seconds_in_activity = (beat.beat_at - (beat.activity_since or beat.beat_at)) / MICROS
+    match symptom:
+        case Symptom.STUCK:
+            return f"has had work for {(beat.beat_at - (beat.busy_since or 0)) / MICROS:.0f} s and has not got on with it"
+        case Symptom.OVERDUE:
+            late = (beat.beat_at - (beat.activity_deadline_at or beat.beat_at)) / MICROS
+            return f"has been busy with one call for {seconds_in_activity:.0f} s: {beat.activity}, whose deadline passed {late:.0f} s ago"
+        case Symptom.SLOW_START:
+            return f"has been starting for {max(silent, seconds_in_activity):.0f} s"
+        case _:
+            inside = f"; its last one said: {beat.activity} for {seconds_in_activity:.0f} s" if beat.activity else ""
+            return f"has sent no beat for {silent:.0f} s{inside}"

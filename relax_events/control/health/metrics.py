@@ -13,7 +13,7 @@ from relax_events.control.health.decisions import Limits, symptoms
 from relax_events.control.health.state import HealthState, Symptom, Tier
 from relax_events.events.parts import now_micros
 
-OF_WORKERS = (Symptom.SILENT, Symptom.STUCK, Symptom.SLOW_START)
+OF_WORKERS = (Symptom.SILENT, Symptom.OVERDUE, Symptom.STUCK, Symptom.SLOW_START)
 
 
 class HealthMetrics(Collector):

@@ -17,6 +17,7 @@ class Symptom(StrEnum):
     """What is wrong with a worker, or with the run as a whole."""
 
     SILENT = "silent"
+    OVERDUE = "overdue"
     STUCK = "stuck"
     SLOW_START = "slow_start"
     STANDSTILL = "standstill"
@@ -103,12 +104,19 @@ class HealthState:
             if event.worker_id == self._own_id:
                 self._note_own(at)
             else:
-                self.starts[event.role] += event.state is WorkerState.STARTING
+                self.starts[event.role] += self._is_start(event)
                 self.heard[event.worker_id] = Heard(event, at)
         elif isinstance(event, TrainStepCommitted):
             self._steps.append(event.committed_at)
         elif isinstance(event, RunCommanded):
             self._note_command(event)
+
+    def _is_start(self, beat: WorkerBeat) -> bool:
+        """Tell whether this is the first beat of a process; while it starts it sends several."""
+        if beat.state is not WorkerState.STARTING:
+            return False
+        heard = self.heard.get(beat.worker_id)
+        return heard is None or heard.beat.state is not WorkerState.STARTING or (heard.beat.host, heard.beat.pid) != (beat.host, beat.pid)
 
     def _note_own(self, at: int) -> None:
         if self.is_deaf(at):

@@ -10,6 +10,7 @@ import numpy as np
 from relax_events.control.lineage.reading import advantage_of, data_rows, find_step
 from relax_events.control.run_log import Found, RunLog
 from relax_events.errors import ConfigError
+from relax_events.events.generations import TrajectoryKey, trajectory_of
 from relax_events.events.types import SampleReady, SampleScored, TrainStepCommitted
 
 
@@ -89,17 +90,17 @@ def _trained_samples(log: RunLog, step: TrainStepCommitted) -> list[TrainedSampl
     places = zip(np.asarray(step.partitions).tolist(), np.asarray(step.offsets).tolist(), strict=True)
     found = log.exactly("advantage.samples", places, SampleReady)
     scores, row = _scores_of(log, found), data_rows(log.config)
-    return [_trained(item, scores.get((item.event.sample_id, item.event.policy_version)), row(item.event.row)) for item in found]
+    return [_trained(item, scores.get(trajectory_of(item.event)), row(item.event.row)) for item in found]
 
 
-def _scores_of(log: RunLog, samples: Sequence[Found[SampleReady]]) -> dict[tuple[str, int], SampleScored]:
+def _scores_of(log: RunLog, samples: Sequence[Found[SampleReady]]) -> dict[TrajectoryKey, SampleScored]:
     """Return the scores of these samples; only those of their versions are read."""
-    wanted = {(found.event.sample_id, found.event.policy_version) for found in samples}
-    versions = [version for _, version in wanted]
-    scores: dict[tuple[str, int], SampleScored] = {}
+    wanted = {trajectory_of(found.event) for found in samples}
+    versions = [version for _, version, _ in wanted]
+    scores: dict[TrajectoryKey, SampleScored] = {}
     if wanted:
         for found in log.found(log.spans("reward.scores", range(min(versions), max(versions) + 1)), SampleScored):
-            key = (found.event.sample_id, found.event.policy_version)
+            key = trajectory_of(found.event)
             if key in wanted:
                 scores.setdefault(key, found.event)
     return scores

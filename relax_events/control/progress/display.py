@@ -14,6 +14,7 @@ from relax_events.config import RunConfig
 from relax_events.control.progress.figures import ProgressFigures, WorkerRow, WorkerTable
 from relax_events.control.run_state import RunState
 from relax_events.events.parts import now_micros
+from relax_events.printable import printable
 from relax_events.topics import num_slots
 
 if TYPE_CHECKING:
@@ -48,14 +49,25 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         tty: Whether to draw for a person at a terminal; by default if the stream is one and can move the cursor.
         stream: Where to write; the process's stderr by default.
         clock: Seconds that only grow, for the pace of lines.
+        steps_since: Of what time on rates are taken over steps, microseconds since the epoch; from now on by default.
+        beats_since: Older heartbeats are left out; likewise.
     """
 
-    def __init__(self, config: RunConfig, *, tty: bool | None = None, stream: TextIO | None = None, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        tty: bool | None = None,
+        stream: TextIO | None = None,
+        clock: Clock = time.monotonic,
+        steps_since: int | None = None,
+        beats_since: int | None = None,
+    ) -> None:
         stream = stream or sys.stderr
         tty = stream.isatty() and os.environ.get("TERM") != "dumb" if tty is None else tty
         self._config = config
-        self._since = now_micros()
-        self._workers = WorkerTable(config, since_micros=self._since)
+        self._since = now_micros() if steps_since is None else steps_since
+        self._workers = WorkerTable(config, since_micros=now_micros() if beats_since is None else beats_since)
         self._surface: Surface = PanelSurface(config, stream, clock) if tty else LineSurface(stream, clock)
         self._newest: tuple[RunState, Lag, Mapping[str, bool]] | None = None
 
@@ -123,7 +135,7 @@ class PanelSurface:
 
     def note(self, text: str) -> None:
         """Print a line above the picture."""
-        self._console.print(text, markup=False, highlight=False)
+        self._console.print(printable(text), markup=False, highlight=False)
 
     def close(self) -> None:
         """Leave the last picture and give the cursor back."""
@@ -160,7 +172,7 @@ class LineSurface:
 
     def note(self, text: str) -> None:
         """Print a line."""
-        print(text, file=self._stream, flush=True)
+        print(printable(text), file=self._stream, flush=True)
 
     def close(self) -> None:
         """Leave the stream as it is."""

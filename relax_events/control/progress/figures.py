@@ -98,6 +98,7 @@ class WorkerRow:
 
     Attributes:
         beat_age_seconds: The time since its last heartbeat.
+        activity: The long call that it is inside of, as `publish weights 12 s`; empty where there is none.
         engine: Figures of its inference engine, by name, as in its newest report; empty where it has none.
     """
 
@@ -109,6 +110,7 @@ class WorkerRow:
     num_in_flight: int | None = None
     records_per_second: float | None = None
     beat_age_seconds: float | None = None
+    activity: str = ""
     num_restarts: int = 0
     engine: Mapping[str, float] = field(default_factory=dict)
 
@@ -154,6 +156,7 @@ class WorkerTable:
             num_in_flight=beat.num_in_flight,
             records_per_second=reported.values.get("records_per_second") if reported else None,
             beat_age_seconds=age,
+            activity=told_activity(beat) if label == beat.state.value else "",
             num_restarts=self._restarts.get(worker_id, 0),
             engine=reported.values if reported and ENGINE_FIGURE in reported.values else {},
         )
@@ -170,3 +173,8 @@ class WorkerTable:
         if is_gone:
             return "down"
         return "silent" if age > self._silent_seconds else beat.state.value
+
+
+def told_activity(beat: WorkerBeat) -> str:
+    """Return the long call that a heartbeat names, with how long it had taken by then."""
+    return "" if beat.activity_since is None else f"{beat.activity} {(beat.beat_at - beat.activity_since) / MICROS:.0f} s"

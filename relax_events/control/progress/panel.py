@@ -189,5 +189,6 @@ WORKER_COLUMNS: dict[str, tuple[int, Callable[[WorkerRow], Text | str]]] = {  # 
     "in flight": (86, lambda row: number(row.num_in_flight)),
     "per s": (94, lambda row: decimal(row.records_per_second)),
     "last beat": (54, lambda row: "-" if row.beat_age_seconds is None else f"{row.beat_age_seconds:.1f} s"),
+    "inside": (104, lambda row: Text(row.activity)),
     "restarts": (74, lambda row: number(row.num_restarts)),
 }

@@ -78,7 +78,7 @@ def tiles(report: Mapping[str, Any]) -> str:
     shown = [
         *learning_tiles(report),
         ("train steps", f"{report['steps']:,} of {report['num_steps']:,}", f"policy version {report['policy_version']}"),
-        ("wall time", duration(report["wall_seconds"]), f"{duration(report['train_seconds'])} of it in train steps"),
+        ("wall time", duration(report["total_seconds"]), _time_text(report)),
         ("tokens per second", number(report["tokens_per_second"]), f"{number(report['samples_per_second'])} samples per second"),
         ("prompt groups trained", f"{outcomes['trained']:,}", f"of {outcomes['issued']:,} issued; {ends}"),
         ("prompts passed over", f"{sum(passed_over.values()):,}", escape(reasons)),
@@ -88,6 +88,14 @@ def tiles(report: Mapping[str, Any]) -> str:
         ("staleness", number(report["staleness_mean"], 3), f"max {report['staleness_max']}, bound {report['max_staleness']} versions"),
     ]
     return '<dl class="tiles">' + "".join(f"<div><dt>{name}</dt><dd>{value}<small>{text}</small></dd></div>" for name, value, text in shown) + "</dl>"
+
+
+def _time_text(report: Mapping[str, Any]) -> str:
+    """Say what the time was spent on: train steps of this invocation, which is all there is unless the run was resumed."""
+    trained = f"{duration(report['train_seconds'])} of it in train steps"
+    if report["steps_of_session"] == report["steps"]:
+        return trained
+    return f"since it was resumed {duration(report['wall_seconds'])}, {trained}"
 
 
 def learning_tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -163,8 +171,12 @@ def details(report: Mapping[str, Any]) -> str:
     """Show the run file as resolved, and the digest of the newest weights."""
     text = orjson.dumps(report["config"], option=orjson.OPT_INDENT_2).decode()
     newest = report["weights_digests"][-1] if report["weights_digests"] else "-"
+    rows = "".join(
+        f"<li>from version {entry['from_version']}: {escape('; '.join(entry['changes']))}</li>" for entry in report["config_changes"]
+    )
+    changed = f"<p>changed while the run went on</p><ul>{rows}</ul>" if rows else ""
     return (
-        f'<h2>Run file</h2><div class="card"><p>digest {escape(report["config_digest"])}</p><p>newest weights {escape(newest)}</p>'
+        f'<h2>Run file</h2><div class="card"><p>digest {escape(report["config_digest"])}</p><p>newest weights {escape(newest)}</p>{changed}'
         f"<details><summary>as resolved</summary><pre>{escape(text)}</pre></details></div>"
     )
 

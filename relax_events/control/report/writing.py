@@ -4,8 +4,9 @@ The figures; one that nothing is known of, or that is not finite, is None:
 
 run_id, succeeded, reason, num_steps: Which run, whether it reached its goal of `num_steps` train steps, and why it ended.
 ended_at: When this invocation ended, ISO 8601, UTC.
-wall_seconds: How long this invocation took; a run that was taken up again had others before.
-steps: Distinct committed train steps over the run's whole life.
+wall_seconds: How long this invocation took.
+total_seconds: How long all invocations took together; one that was killed counts up to its last train step.
+steps: Distinct committed train steps over the run's whole life; `steps_of_session` of them were committed in this invocation.
 policy_version: Newest published version; -1 before the first.
 reward_first, reward_last: Mean reward over the samples of the first and of the newest train step.
 reward_first_10, reward_last_10: Mean of the mean rewards of the first and of the newest 10 steps, or of as many as there are.
@@ -34,7 +35,7 @@ evaluations: One for each version and dataset, oldest version first, as `PolicyE
 weights_digests: SHA-256 of the weights that each step published, hexadecimal.
 ledger_problems: Broken promises that the ledger found; none is the proof.
 config, config_digest: The run file as resolved, less the raw client settings; SHA-256 of it without the broker's address, so that
-    equal digests mean equal runs.
+    equal digests mean equal runs. These are the last settings: `config_changes` has what was changed before, and from which version on.
 machine: Where this was written: cores, memory_bytes, python, platform.
 """
 
@@ -54,7 +55,9 @@ import psutil
 
 from relax_events.config import RunConfig
 from relax_events.control.ledger import Ledger
+from relax_events.control.private_files import write_private
 from relax_events.control.report.page import report_page
+from relax_events.control.resuming import settings_history
 from relax_events.control.run_state import RunState, num_samples, staleness_max
 from relax_events.events.parts import now_micros
 from relax_events.events.types import PolicyEvaluated, TrainStepCommitted
@@ -73,6 +76,8 @@ def write_report(
     wall_seconds: float,
     succeeded: bool,
     reason: str,
+    total_seconds: float | None = None,
+    ended_at: int | None = None,
     source: Mapping[str, Any] | None = None,
     samples: str = "",
 ) -> dict[str, Any]:
@@ -87,13 +92,24 @@ def write_report(
         wall_seconds: How long this invocation took, start of the broker and end of the workers included.
         succeeded: Whether the goal was reached.
         reason: Why the run ended, for people.
+        total_seconds: How long all invocations took together; None where this is the only one.
+        ended_at: When this invocation ended, microseconds since the epoch; None is now.
         source: Curves of the run that this one goes back to.
         samples: Some samples as HTML, for the page alone.
     """
-    report = build_report(config, state, ledger, wall_seconds=wall_seconds, succeeded=succeeded, reason=reason, ended_at=now_micros(), source=source)
-    config.run_directory.mkdir(parents=True, exist_ok=True)
-    replace_file(config.run_directory / "report.json", orjson.dumps(report, option=orjson.OPT_INDENT_2))
-    replace_file(config.run_directory / "report.html", report_page(report, samples=samples).encode(errors="replace"))
+    report = build_report(
+        config,
+        state,
+        ledger,
+        wall_seconds=wall_seconds,
+        succeeded=succeeded,
+        reason=reason,
+        ended_at=now_micros() if ended_at is None else ended_at,
+        total_seconds=total_seconds,
+        source=source,
+    )
+    write_private(config.run_directory / "report.json", orjson.dumps(report, option=orjson.OPT_INDENT_2))
+    write_private(config.run_directory / "report.html", report_page(report, samples=samples).encode(errors="replace"))
     return report
 
 
@@ -106,6 +122,7 @@ def build_report(
     succeeded: bool,
     reason: str,
     ended_at: int,
+    total_seconds: float | None = None,
     source: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Gather the figures of a run, as the module's docstring names them.
@@ -118,6 +135,7 @@ def build_report(
         succeeded: Whether the run's goal was reached.
         reason: Why it ended.
         ended_at: Microseconds since the epoch.
+        total_seconds: See the module's docstring; None where this is the only invocation.
         source: Curves of the run that this one goes back to.
     """
     steps = state.steps
@@ -130,6 +148,8 @@ def build_report(
         "reason": reason,
         "ended_at": datetime.fromtimestamp(ended_at / MICROS, UTC).isoformat(timespec="seconds"),
         "wall_seconds": wall_seconds,
+        "total_seconds": wall_seconds if total_seconds is None else total_seconds,
+        "steps_of_session": sum(step.committed_at >= started_at for step in steps),
         "num_steps": config.num_train_steps,
         "policy_version": state.policy_version,
         "reward_first": rewards[0] if rewards else None,
@@ -147,6 +167,10 @@ def build_report(
         "ledger_problems": ledger.problems(),
         "config": config.model_dump(mode="json", exclude=SECRET_KEYS),
         "config_digest": config_digest(config),
+        "config_changes": [
+            {"from_version": version, "changes": [str(change) for change in changes]}
+            for version, changes in settings_history(state.descriptions, run_id=config.run.id)
+        ],
         "machine": machine(),
     }
 

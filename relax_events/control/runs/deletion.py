@@ -6,8 +6,11 @@ is gone already counts as deleted.
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from relax_events.broker.connection import Connection
 from relax_events.broker.inventory import Inventory
@@ -16,10 +19,11 @@ from relax_events.control.runs.details import forks_of, open_existing_store
 from relax_events.control.runs.reading import RunSummary, read_run, read_runs, run_id_of
 from relax_events.errors import BrokerRefused
 from relax_events.objects import ObjectStore
+from relax_events.objects.marker import MARKER, read_mark
 from relax_events.topics import TopicPlan
 
-FOLDERS = ("weights/", "checkpoints/", "sha256/")
-"""All that a run writes into its store; whatever else lies under the same URI is somebody else's."""
+FOLDERS = ("weights/", "checkpoints/", "partials/", "samples/", "sha256/")
+"""All that a run writes into its store, besides the marker; whatever else lies under the same URI is somebody else's."""
 DESCRIPTION = "control.commands"
 
 
@@ -53,20 +57,47 @@ def plan_deletion(connection: Connection, run_id: str, *, run_file: RunConfig | 
     run = read_run(connection, run_id)
     config = run.config or (run_file if run_file is not None and run_file.run.id == run_id else None)
     groups = [name for name in Inventory(connection).groups(TopicPlan.topic_of(run_id, "")) if run_id_of(name) == run_id]
-    store_uri, objects, note = _objects_of(config, read_runs(connection, with_progress=False).values(), run_id)
+    store_uri, objects, note = _objects_of(run, config, read_runs(connection, with_progress=False).values())
     return Deletion(run_id, run.topics, groups, store_uri, objects, note)
 
 
-def _objects_of(config: RunConfig | None, runs: Iterable[RunSummary], run_id: str) -> tuple[str, list[str], str]:
+def _objects_of(run: RunSummary, config: RunConfig | None, runs: Iterable[RunSummary]) -> tuple[str, list[str], str]:
+    """Return where a run's objects lie, those that go with it, and why none do.
+
+    What the log says is a claim of whoever wrote it, so the store has to agree: by its marker, which only the run that keeps its objects there could
+    repeat on its log.
+    """
     if config is None:
         return "", [], "the log does not say where its objects are; give its run file with --config to delete them too"
     uri = config.objects_uri
-    for run in runs:
-        other = run.config
-        if run.run_id != run_id and other is not None and other.objects_uri.rstrip("/") == uri.rstrip("/"):
-            return uri, [], f"run {run.run_id} keeps its objects in the same store, so they stay"
+    for other in runs:
+        if other.run_id != run.run_id and other.config is not None and overlap(other.config.objects_uri, uri):
+            return uri, [], f"run {other.run_id} keeps its objects in the same store, so they stay"
     store = open_existing_store(config)
-    return uri, [] if store is None else [key for folder in FOLDERS for key in store.list(folder)], ""
+    objects = [] if store is None else [key for folder in FOLDERS for key in store.list(folder)]
+    if store is None or not (objects or store.exists(MARKER)):
+        return uri, [], ""
+    mark, told = read_mark(store), run.described.store_mark if run.described else ""
+    if mark is None or (mark.run_id, mark.value) != (run.run_id, told):
+        found = f"says run {mark.run_id} and {mark.value}" if mark else "is missing"
+        return uri, [], f"the marker {store.uri(MARKER)} {found}, and the log says run {run.run_id} and {told or 'none'}; so the objects stay"
+    return uri, [*objects, MARKER], ""
+
+
+def overlap(one: str, other: str) -> bool:
+    """Tell whether two stores are the same, or one lies inside the other, however their URIs are written."""
+    first, second = root_of(one), root_of(other)
+    shorter = min(len(first), len(second))
+    return first[:shorter] == second[:shorter]
+
+
+def root_of(uri: str) -> tuple[str, ...]:
+    """Return the parts of a store's root: on this machine with links resolved, and always without dots and percent signs."""
+    parts = urlsplit(uri)
+    path = posixpath.normpath(f"/{unquote(parts.path)}")
+    if parts.scheme.lower() == "file":
+        path = str(Path(path).resolve())
+    return parts.scheme.lower(), parts.netloc, *(part for part in path.split("/") if part)
 
 
 def refuse_deletion(run: RunSummary, runs: Iterable[RunSummary]) -> None:
@@ -91,7 +122,9 @@ def delete_run(connection: Connection, deletion: Deletion) -> None:
     """
     inventory = Inventory(connection)
     if deletion.objects:
-        ObjectStore.open(deletion.store_uri).delete(deletion.objects)
+        store = ObjectStore.open(deletion.store_uri)
+        store.delete(key for key in deletion.objects if key != MARKER)
+        store.delete([MARKER])  # last: with it an interrupted deletion may go on
     inventory.delete_groups(deletion.groups)
     inventory.forget_group_settings(deletion.groups)
     last = TopicPlan.topic_of(deletion.run_id, DESCRIPTION)

@@ -15,6 +15,7 @@ from relax_events.broker.admin import Admin
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import LogReader
 from relax_events.config import RunConfig
+from relax_events.control.resuming import settings_history
 from relax_events.control.runs.reading import RunSummary, decoded, read_runs
 from relax_events.events.parts import CheckpointRef
 from relax_events.events.types import PromptGroupEnded, TrainStepCommitted
@@ -156,6 +157,10 @@ def details_tree(details: RunDetails) -> dict[str, Any]:
             "config_digest": described.config_digest if described else "",
         },
         "config": highlights(config) if config else {},
+        "changes": {
+            f"from version {version}": [str(change) for change in changes]
+            for version, changes in settings_history(summary.state.descriptions, run_id=summary.run_id)
+        },
         "outcomes": dict(details.outcomes),
         "versions": {
             "newest": summary.policy_version,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -13,8 +12,10 @@ from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import LogReader
 from relax_events.config import RunConfig, load_run_config
 from relax_events.control.cluster import Cluster
+from relax_events.control.private_files import write_private
 from relax_events.control.runs.details import open_existing_store, versions_in
 from relax_events.control.runs.reading import read_runs
+from relax_events.control.runs.taking_over import Accept, own_run_files, require_trust
 from relax_events.errors import BrokerRefused, ConfigError, CorruptRecord, SchemaError
 from relax_events.events.types import PromptGroupIssued
 from relax_events.pipeline.description import SHAPE_KEYS
@@ -37,38 +38,44 @@ class SourceChoice:
     scores: str = ""
 
 
-def make_run_file(cluster: Cluster, connection: Connection, run_id: str, choice: SourceChoice, overrides: Sequence[str]) -> RunConfig:
+def make_run_file(
+    cluster: Cluster, source: SourceRun, run_id: str, choice: SourceChoice, overrides: Sequence[str], *, accept: Accept
+) -> RunConfig:
     """Write the run file of a new run into its directory, and return what it says.
 
     It holds the source's settings with the overrides on top; another algorithm begins with its own. Called again for the same run it gives
-    the same file, so that an interrupted run is taken up.
+    the same file, so that an interrupted run is taken up. Code, programs, addresses and files that the source names are taken over only where a
+    run file of the caller says the same or the caller accepts them; nothing of them is used before.
 
     Args:
         cluster: Where both runs are.
-        connection: To it.
+        source: The run that the new one goes back to.
         run_id: The new run.
-        choice: Its source.
+        choice: Which versions of the source, and how.
         overrides: section.key=value.
+        accept: See `require_trust`.
     Raises:
-        ConfigError: The source can't be read, or a key or value is not allowed.
+        ConfigError: A key or value is not allowed, or what the source names was not accepted.
         BrokerRefused: The cluster has another run of this id.
     """
     _refuse_other_names(overrides)
-    source = SourceRun.read(connection, choice.run)
-    _refuse_other_run(connection, run_id, choice.run)
+    _refuse_other_run(source.connection, run_id, choice.run)
+    own = own_run_files(cluster.directory, choice.run, source.config.source.run, run_id, named=cluster.run_file)
+    is_replay = choice.rollouts == "recorded"
+    require_trust(source.config, is_replay=is_replay, own=own, directory=cluster.directory, overrides=overrides, accept=accept)
     tree = source.config.model_dump(mode="json")
     tree["run"] |= {"id": run_id, "directory": str(cluster.directory.resolve())}
     broker = cluster.run_file.broker if cluster.run_file else cluster.broker  # without the principal that we are
     tree["broker"] = broker.model_dump(mode="json") | {key: tree["broker"][key] for key in SHAPE_KEYS}
-    tree["objects"]["uri"] = f"{tree['objects']['uri'].rstrip('/')}-{run_id}" if tree["objects"]["uri"] else ""
+    if tree["objects"]["uri"] and not tree["objects"]["by_run"]:
+        tree["objects"]["uri"] = f"{tree['objects']['uri'].rstrip('/')}-{run_id}"
     tree["telemetry"]["metrics_port"] = 0
     tree["source"] = _source_section(source, choice)
     tree["algorithm"] = carried_over(tree["algorithm"], overrides)
     path = cluster.directory / "runs" / run_id / RUN_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _write(path, tree)
+    write_private(path, orjson.dumps(tree, option=orjson.OPT_INDENT_2))
     config = load_run_config(path, overrides)
-    _write(path, config.model_dump(mode="json"))
+    write_private(path, orjson.dumps(config.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
     return config
 
 
@@ -80,11 +87,6 @@ def carried_over(algorithm: Mapping[str, Any], overrides: Iterable[str]) -> dict
     is_corrected_otherwise = named.get("algorithm.correction", algorithm["correction"]) != algorithm["correction"]
     dropped = ("correction_low", "correction_high") if is_corrected_otherwise else ()
     return {key: value for key, value in algorithm.items() if key not in dropped}
-
-
-def _write(path: Path, tree: dict[str, Any]) -> None:
-    path.write_bytes(orjson.dumps(tree, option=orjson.OPT_INDENT_2))
-    path.chmod(0o600)
 
 
 def _refuse_other_run(connection: Connection, run_id: str, source_id: str) -> None:
@@ -105,6 +107,7 @@ def _source_section(source: SourceRun, choice: SourceChoice) -> dict[str, Any]:
         "until_version": newest if is_replay and choice.until_version == NEWEST and not choice.follow else choice.until_version,
         "follow": choice.follow,
         "scores": choice.scores,
+        "objects_uri": source.objects_uri,
         "from_row": 0 if is_replay else first_row(source, version),
     }
 
@@ -153,7 +156,7 @@ def refuse_unverifiable(source: SourceRun, config: RunConfig) -> None:
         left = f"of run {source.config.run.id} there are those of {', '.join(map(str, checkpoints)) or 'none'}"
         raise ConfigError(f"--verify compares bit for bit, so it begins at version 0 or at a checkpoint ({left}), got version {version}")
     for section in SAME_FOR_VERIFYING:
-        if getattr(config, section) != getattr(source.config, section):
+        if getattr(config, section).model_dump() != getattr(source.config, section).model_dump():
             raise ConfigError(f"--verify compares bit for bit, so [{section}] must be as in run {source.config.run.id}; leave it as it is")
     same_run = {"seed", "num_steps"}
     if config.run.model_dump(include=same_run) != source.config.run.model_dump(include=same_run) or config.source.scores:

@@ -21,6 +21,8 @@ from relax_events.events.parts import WorkerState, now_micros
 from relax_events.events.types import Event, RunDescribed
 from relax_events.pipeline.description import described_config
 from relax_events.topics import TopicPlan
+from relax_events.topics.contents import belongs_on
+from relax_events.topics.plan import HEARTBEATS
 
 log = structlog.get_logger()
 PREFIX = "relax."
@@ -157,6 +159,9 @@ def _read_logs(connection: Connection, runs: Mapping[str, RunSummary], *, with_p
         for place in places:
             runs[run_id_of(place[0])].num_records += ends[place] - begins[place]
         for record, event in decoded(reader, spans):
+            if not belongs_on(TopicPlan.entity(record.topic), event):
+                log.warning("record.misplaced", place=record.place, event_type=type(event).__name__)
+                continue
             run = runs[run_id_of(record.topic)]
             run.state.note(event)
             if record.topic.endswith(COMMANDS):
@@ -176,8 +181,8 @@ def _beat_spans(
     admin: Admin, runs: Mapping[str, RunSummary], places: Iterable[Place], ends: Mapping[Place, int]
 ) -> dict[Place, tuple[int, int]]:
     """Find the heartbeats of the last minutes, by the broker's clock."""
-    beats = [place for place in places if place[0].endswith(".control.heartbeats")]
-    since_ms = min((run.asked_at for run in runs.values()), default=0) // 1000 - int(10 * DEFAULT_HUNG_SECONDS * 1000)
+    beats = [place for place in places if TopicPlan.entity(place[0]) in HEARTBEATS.values()]
+    since_ms = min((run.asked_at for run in runs.values()), default=0) // 1000 - int(2 * DEFAULT_HUNG_SECONDS * 1000)
     return {place: (start, ends[place]) for place, start in admin.offsets_at(beats, timestamp_ms=since_ms).items()}
 
 
@@ -210,7 +215,7 @@ def _learnt_codec(reader: LogReader, run_id: str) -> EventCodec:
     for record in reader.stream({place: reader.watermarks(*place)}):
         if record.value:
             try:
-                codec.learn(record.value)
+                codec.learn(record.value, key=record.key)
             except SchemaError as error:
                 log.warning("record.unreadable", place=record.place, error=str(error))
     return codec

@@ -16,18 +16,19 @@ ROLLOUT_KEYS = ("max_staleness", "groups_per_step", "samples_per_prompt")
 
 
 def settle_source(config: RunConfig) -> RunConfig:
-    """Return the configuration of a run that goes back to another, with the end filled in; any other run's is returned as it is.
+    """Return the configuration of a run that goes back to another, with the end and the source's store filled in; any other run's stays as it is.
 
     Raises:
-        ConfigError: The source is not there, is itself a replay, has not come so far, or its records are gone; the text names
-            the first record that is missing.
+        ConfigError: The source is not there, is itself a replay, has not come so far, its log names another store, or its records are gone;
+            the text names the first record that is missing.
     """
     if not config.source.run:
         return config
-    source = SourceRun.read(Connection.of(config.broker, client_id=f"{config.run.id}.source"), config.source.run)
+    source = SourceRun.read(Connection.of(config.broker, client_id=f"{config.run.id}.source"), config.source.run, own=config)
     if config.source.from_version < source.config.first_version:
         begin = f"run {config.source.run} begins with version {source.config.first_version}"
         raise ConfigError(f"{begin}, so source.from_version must be at least that, got {config.source.from_version}")
+    config = _with_store(config, source)
     if not config.is_replay:
         return config
     _refuse_other_rollouts(config, source)
@@ -41,6 +42,15 @@ def settle_source(config: RunConfig) -> RunConfig:
             "choose source.from_version and source.until_version within, or set source.follow = true to wait for more"
         )
     return config.model_copy(update={"source": config.source.model_copy(update={"until_version": until})})
+
+
+def _with_store(config: RunConfig, source: SourceRun) -> RunConfig:
+    """Fill in where the source's objects lie, once its log says the same as the run file."""
+    told, usual = source.config.objects_uri, config.model_copy(update={"run": config.run.model_copy(update={"id": config.source.run})}).objects_uri
+    if told != (wanted := config.source.objects_uri or usual):
+        rule = f"the log of run {config.source.run} says that its objects lie in {told}, and the run file that they lie in {wanted}"
+        raise ConfigError(f"{rule}; set source.objects_uri to where they are")
+    return config.model_copy(update={"source": config.source.model_copy(update={"objects_uri": told})})
 
 
 def _refuse_other_rollouts(config: RunConfig, source: SourceRun) -> None:
@@ -82,7 +92,7 @@ def source_curves(config: RunConfig, train_steps: list[int]) -> dict[str, Any] |
     """Return the figures of the source's steps beside those of a run, None where it has none; None for a run of its own."""
     if not config.source.run:
         return None
-    source = SourceRun.read(Connection.of(config.broker, client_id=f"{config.run.id}.source"), config.source.run)
+    source = SourceRun.read(Connection.of(config.broker, client_id=f"{config.run.id}.source"), config.source.run, own=config)
     wanted = set(train_steps)
     figures = {step.train_step: step.figures for step in source.steps() if step.train_step in wanted}
     names = dict.fromkeys(name for step in figures.values() for name in step)

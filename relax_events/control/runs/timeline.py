@@ -11,6 +11,7 @@ from typing import Any
 
 from relax_events.control.run_log import RunLog
 from relax_events.events.types import Event, MetricsReported, PolicyEvaluated, PolicyVersionPublished, RunCommanded, TrainStepCommitted
+from relax_events.topics.plan import METRICS
 
 MICROS = 1e6
 TRACKS = {"train steps": 1, "policy versions": 2, "evaluations": 3, "commands": 4, "workers": 5}
@@ -21,7 +22,7 @@ SHOWN: dict[str, type[Event]] = {
     "control.policy-versions": PolicyVersionPublished,
     "control.evaluations": PolicyEvaluated,
     "control.commands": RunCommanded,
-    "control.metrics": MetricsReported,
+    **dict.fromkeys(METRICS.values(), MetricsReported),
 }
 Entry = dict[str, Any]
 
@@ -29,7 +30,7 @@ Entry = dict[str, Any]
 def read_timeline(log: RunLog) -> Iterator[Entry]:
     """Give the trace's entries, one topic after the other; nothing of the log is held."""
     yield from track_names()
-    for entity, kind in SHOWN.items():
+    for entity, kind in ((entity, kind) for entity, kind in SHOWN.items() if log.plan.has(entity)):
         for found in log.control(entity, kind):
             yield from entries_of(found.event)
 

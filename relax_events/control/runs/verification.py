@@ -32,6 +32,8 @@ def first_difference(recorded: TrainStepCommitted, replayed: TrainStepCommitted)
     """Say in what two commits of a step differ; times don't count, nor do figures that a newer release added."""
     if recorded.sample_ids != replayed.sample_ids:
         return "other samples, or in another order"
+    if recorded.update_skipped != replayed.update_skipped:
+        return f"its update was {_told(recorded)}, is {_told(replayed)}"
     for name in sorted(recorded.figures):
         before, after = recorded.figures.get(name), replayed.figures.get(name)
         if before != after:
@@ -39,3 +41,7 @@ def first_difference(recorded: TrainStepCommitted, replayed: TrainStepCommitted)
     if recorded.weights_digest != replayed.weights_digest:
         return f"weights digest was {recorded.weights_digest.hex()}, is {replayed.weights_digest.hex()}"
     return ""
+
+
+def _told(step: TrainStepCommitted) -> str:
+    return "skipped" if step.update_skipped else "made"

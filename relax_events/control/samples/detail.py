@@ -12,6 +12,7 @@ from relax_events.control.samples.filter import SampleFilter
 from relax_events.control.samples.reading import events_of, read_samples
 from relax_events.control.samples.view import SampleView
 from relax_events.errors import ConfigError, ObjectError
+from relax_events.events.generations import trajectory_of
 from relax_events.events.parts import Array, Outcome
 from relax_events.events.types import SampleReady, SampleRolledOut, SampleScored
 from relax_events.models.token_text import token_texts
@@ -83,7 +84,7 @@ def other_scores(log: RunLog, sample: SampleRolledOut) -> dict[str, SampleScored
     for topic in sorted(name for name in log.topics if name.startswith(prefix)):
         entity = log.plan.entity(topic)
         for found in log.found(log.whole(entity, [partition]), SampleScored):
-            if (found.event.sample_id, found.event.policy_version) == (sample.sample_id, sample.policy_version):
+            if trajectory_of(found.event) == trajectory_of(sample):
                 scores[topic.removeprefix(prefix)] = found.event
                 break
     return scores

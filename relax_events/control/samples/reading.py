@@ -11,6 +11,7 @@ from typing import TypeVar
 from relax_events.control.run_log import Found, RunLog
 from relax_events.control.samples.filter import Extent, SampleFilter
 from relax_events.control.samples.view import SampleLine, SampleView
+from relax_events.events.generations import TrajectoryKey, trajectory_of
 from relax_events.events.types import PromptGroupEnded, SampleEvaluated, SampleReady, SampleRolledOut, SampleScored
 from relax_events.topics import shard_of
 
@@ -18,13 +19,13 @@ VERSIONS_AT_ONCE = 32
 """Scores of so many versions are held at a time; reading a span costs some 10 ms, however short it is."""
 
 OfSample = TypeVar("OfSample", SampleRolledOut, SampleScored, SampleEvaluated, SampleReady)
-Scores = dict[tuple[str, int], SampleScored]
+Scores = dict[TrajectoryKey, SampleScored]
 
 
 def read_samples(log: RunLog, wanted: SampleFilter) -> Iterator[SampleView]:
     """Give the samples that match, by blocks of versions, within a block by partition and offset; arrays that were stored stay stored.
 
-    A sample that was written again on the same version is given once; of several scores the first counts, as it does for training.
+    A sample that was written again in the same generation is given once; of several scores the first counts, as it does for training.
     Samples are held one at a time.
     """
     extent = wanted.extent(log.plan, log.ends, newest_version=log.newest_version)
@@ -80,19 +81,18 @@ def blocks_backwards(versions: range) -> Iterator[range]:
 
 
 def read_scores(log: RunLog, extent: Extent, *, entity: str = "reward.scores") -> Scores:
-    """Return the first score of each (sample, version)."""
+    """Return the first score of each sample, in each of its generations."""
     scores: Scores = {}
     for found in log.found(log.spans(entity, extent.versions, shard=extent.shard), SampleScored):
-        scores.setdefault((found.event.sample_id, found.event.policy_version), found.event)
+        scores.setdefault(trajectory_of(found.event), found.event)
     return scores
 
 
 def events_of(log: RunLog, sample: SampleRolledOut, entity: str, kind: type[OfSample]) -> Iterator[Found[OfSample]]:
     """Give what a sample topic holds for a sample; only the records of its version and shard are read."""
     extent = Extent(range(sample.policy_version, sample.policy_version + 1), shard_of(sample.prompt_group_id, shards=log.plan.shards))
-    wanted = (sample.sample_id, sample.policy_version)
     found = log.found(log.spans(entity, extent.versions, shard=extent.shard), kind)
-    return (item for item in found if (item.event.sample_id, item.event.policy_version) == wanted)
+    return (item for item in found if trajectory_of(item.event) == trajectory_of(sample))
 
 
 def view_of(found: Found[SampleRolledOut], score: SampleScored | None, ended: Found[PromptGroupEnded] | None) -> SampleView:
@@ -103,9 +103,9 @@ def view_of(found: Found[SampleRolledOut], score: SampleScored | None, ended: Fo
 def _read_block(log: RunLog, wanted: SampleFilter, extent: Extent) -> Iterator[SampleView]:
     scores = read_scores(log, extent)
     for place, span in log.spans("rollout.samples", extent.versions, shard=extent.shard).items():
-        seen: set[tuple[str, int]] = set()
+        seen: set[TrajectoryKey] = set()
         for found in log.found({place: span}, SampleRolledOut):
-            key = (found.event.sample_id, found.event.policy_version)
+            key = trajectory_of(found.event)
             if key not in seen and wanted.matches_sample(found.event):
                 seen.add(key)
                 view = view_of(found, scores.get(key), log.ends.get(found.event.prompt_group_id))

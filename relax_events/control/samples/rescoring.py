@@ -21,14 +21,15 @@ from relax_events.control.samples.filter import Bounds, whole_range
 from relax_events.control.samples.score_comparison import Comparison, ScoreComparison, ScoredPair
 from relax_events.errors import ConfigError
 from relax_events.events.codec import EventCodec
+from relax_events.events.generations import TrajectoryKey, trajectory_of
 from relax_events.events.types import SampleRolledOut, SampleScored
 from relax_events.rewards.pool import RewardPool
 from relax_events.rewards.scoring import as_scored, reward_item
 
 SAMPLES_AT_ONCE = 256
-Key = tuple[str, int]
-Rewards = dict[Key, float | None]
-"""By sample and version; None where scoring failed."""
+GroupKey = tuple[str, int, str]
+Rewards = dict[TrajectoryKey, float | None]
+"""By trajectory; None where scoring failed."""
 
 
 @dataclass(slots=True)
@@ -114,7 +115,7 @@ class Rescoring:
     comparison: ScoreComparison
     progress: RescoringProgress
     report: Report
-    open_groups: dict[Key, list[ScoredPair]] = field(default_factory=dict)
+    open_groups: dict[GroupKey, list[ScoredPair]] = field(default_factory=dict)
 
     def run(self, place: Place, span: Span, originals: Rewards) -> None:
         """Score a partition's samples and add them to the comparison, prompt group by prompt group."""
@@ -124,7 +125,7 @@ class Rescoring:
         for samples in self._batches(place, span):
             self._score(self._unscored(samples, new), partition, new)
             for sample in samples:
-                self._pair(sample, originals.get(key_of(sample)), new[key_of(sample)])
+                self._pair(sample, originals.get(trajectory_of(sample)), new[trajectory_of(sample)])
             self.report(self.progress)
         for pairs in self.open_groups.values():
             self.comparison.add_group(pairs)
@@ -132,13 +133,13 @@ class Rescoring:
 
     def _batches(self, place: Place, span: Span) -> Iterator[list[SampleRolledOut]]:
         """Give each sample once, in lists of bounded length; side by side with its prompt group where the function takes those."""
-        seen: set[Key] = set()
+        seen: set[TrajectoryKey] = set()
         batch: list[SampleRolledOut] = []
-        gathered: dict[Key, list[SampleRolledOut]] = {}
+        gathered: dict[GroupKey, list[SampleRolledOut]] = {}
         for found in self.log.found({place: span}, SampleRolledOut):
-            if key_of(found.event) in seen:
+            if trajectory_of(found.event) in seen:
                 continue
-            seen.add(key_of(found.event))
+            seen.add(trajectory_of(found.event))
             batch += self._gather(found.event, gathered) if self.pool.takes_prompt_group else [found.event]
             if len(batch) >= SAMPLES_AT_ONCE:
                 yield batch
@@ -147,7 +148,7 @@ class Rescoring:
         if batch:
             yield batch
 
-    def _gather(self, sample: SampleRolledOut, gathered: dict[Key, list[SampleRolledOut]]) -> list[SampleRolledOut]:
+    def _gather(self, sample: SampleRolledOut, gathered: dict[GroupKey, list[SampleRolledOut]]) -> list[SampleRolledOut]:
         """Return the sample's whole prompt group when it is the last of it, else nothing."""
         samples = gathered.setdefault(group_of(sample), [])
         samples.append(sample)
@@ -155,8 +156,10 @@ class Rescoring:
 
     def _unscored(self, samples: list[SampleRolledOut], new: Rewards) -> list[SampleRolledOut]:
         """Return those to be scored: all without a score, and the others of their prompt groups where the function needs them."""
-        open_groups = {group_of(sample) for sample in samples if key_of(sample) not in new}
-        return [sample for sample in samples if key_of(sample) not in new or (self.pool.takes_prompt_group and group_of(sample) in open_groups)]
+        open_groups = {group_of(sample) for sample in samples if trajectory_of(sample) not in new}
+        return [
+            sample for sample in samples if trajectory_of(sample) not in new or (self.pool.takes_prompt_group and group_of(sample) in open_groups)
+        ]
 
     def _score(self, samples: list[SampleRolledOut], partition: int, new: Rewards) -> None:
         """Score samples, write the scores that are new, and remember them once they are acknowledged."""
@@ -164,10 +167,10 @@ class Rescoring:
         scored = [
             as_scored(sample, result, reward_name=self.pool.name, reward_digest=self.pool.digest)
             for sample, result in zip(samples, results, strict=True)
-            if key_of(sample) not in new
+            if trajectory_of(sample) not in new
         ]
         self.producer.write(self._record(event, partition) for event in scored)
-        new.update((key_of(event), event.reward) for event in scored)
+        new.update((trajectory_of(event), event.reward) for event in scored)
         self.progress.num_scored += len(scored)
         self.progress.num_failed += sum(event.reward is None for event in scored)
 
@@ -179,7 +182,7 @@ class Rescoring:
     def _pair(self, sample: SampleRolledOut, original: float | None, new: float | None) -> None:
         key = group_of(sample)
         pairs = self.open_groups.setdefault(key, [])
-        pairs.append(ScoredPair(*key_of(sample), original, new, sample.completion))
+        pairs.append(ScoredPair(sample.sample_id, sample.policy_version, original, new, sample.completion))
         if len(pairs) == sample.samples_per_prompt:
             self.comparison.add_group(self.open_groups.pop(key))
 
@@ -196,15 +199,10 @@ def rewards_of(log: RunLog, spans: dict[Place, Span], *, check: Callable[[Sample
     rewards: Rewards = {}
     for found in log.found(spans, SampleScored):
         check(found.event)
-        rewards.setdefault(key_of(found.event), found.event.reward)
+        rewards.setdefault(trajectory_of(found.event), found.event.reward)
     return rewards
 
 
-def key_of(event: SampleRolledOut | SampleScored) -> Key:
-    """Return what tells the generations of samples apart."""
-    return event.sample_id, event.policy_version
-
-
-def group_of(event: SampleRolledOut) -> Key:
+def group_of(event: SampleRolledOut) -> GroupKey:
     """Return what tells the generations of prompt groups apart."""
-    return event.prompt_group_id, event.policy_version
+    return event.prompt_group_id, event.policy_version, event.generation_digest

@@ -10,6 +10,7 @@ from relax_events.control.run_log import Found, Place, RunLog
 from relax_events.control.samples.filter import SampleFilter
 from relax_events.control.samples.reading import view_of
 from relax_events.control.samples.view import SampleLine
+from relax_events.events.generations import TrajectoryKey, trajectory_of
 from relax_events.events.types import PolicyVersionPublished, SampleRolledOut, SampleScored
 
 SCORE_SECONDS = 30.0
@@ -26,8 +27,8 @@ class LiveSamples:
     def __init__(self, wanted: SampleFilter, *, newest_version: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._wanted, self._clock = wanted, clock
         self._newest_version = newest_version
-        self._waiting: dict[tuple[str, int], tuple[float, Found[SampleRolledOut]]] = {}
-        self._scores: dict[tuple[str, int], SampleScored] = {}
+        self._waiting: dict[TrajectoryKey, tuple[float, Found[SampleRolledOut]]] = {}
+        self._scores: dict[TrajectoryKey, SampleScored] = {}
 
     def take(self, found: Found[SampleRolledOut | SampleScored | PolicyVersionPublished]) -> SampleLine | None:
         """Take in an event; return the sample that it makes whole, if it is wanted."""
@@ -35,7 +36,7 @@ class LiveSamples:
         if isinstance(event, PolicyVersionPublished):
             self._newest_version = max(self._newest_version, event.policy_version)
             return None
-        key = (event.sample_id, event.policy_version)
+        key = trajectory_of(event)
         if isinstance(event, SampleScored):
             if key in self._waiting:
                 return self._line(self._waiting.pop(key)[1], event)
@@ -57,7 +58,7 @@ class LiveSamples:
             if (line := self._line(found, None)) is not None:
                 yield line
 
-    def _remember(self, key: tuple[str, int], score: SampleScored) -> None:
+    def _remember(self, key: TrajectoryKey, score: SampleScored) -> None:
         """Keep a score whose sample has not come; it is of a sample before our time when none comes."""
         self._scores[key] = score
         if len(self._scores) > MAX_WAITING:

@@ -91,6 +91,9 @@ def plan(state: ScaleState, bounds: Bounds, asked: Asked, *, now: int) -> Plan:
         raise Refused(f"num_replicas and engine_urls say the same in two ways, and {given} is given; give num_replicas >= 1 or engine_urls")
     if asked.target > pool.max_workers:
         raise Refused(f"{asked.target} workers of {pool.model} are more than {pool.max_workers}: {pool.limit}")
+    if asked.kind is Kind.OUT and asked.timeout_seconds is not None and asked.timeout_seconds * MICROS < pool.least_timeout:
+        least = f"a server of {pool.model} may take {pool.least_timeout / MICROS:g} s to start and load (engine.sglang.start_seconds)"
+        raise Refused(f"timeout_secs must be >= {pool.least_timeout / MICROS:g}, got {asked.timeout_seconds:g}: {least}; leave it out")
     if not bounds.is_supervised:
         remedy = f"scale the service {pool.role} where it was started, or by KEDA; see docs/how-to/scale-rollout.md"
         raise Refused(f"the workers of this run were not started by `relax run`, so nobody here can start or end one; {remedy}")
@@ -168,7 +171,7 @@ def _going(state: ScaleState, pool: Pool, asked: Asked) -> list[ElasticWorker] |
 
 
 def _request(state: ScaleState, bounds: Bounds, pool: Pool, asked: Asked, found: Sequence[ElasticWorker], *, now: int) -> ScaleRequest:
-    usual = bounds.timeout if asked.kind is Kind.OUT else bounds.drain
+    usual = pool.timeout if asked.kind is Kind.OUT else bounds.drain
     sign = 1 if asked.kind is Kind.OUT else -1
     return ScaleRequest(
         request_id=f"scale-{asked.kind.value}-{uuid.uuid4().hex[:12]}",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Path, Query, Request
+from fastapi import APIRouter, Depends, FastAPI, Header, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException as PlainHTTPException
 
 from relax_events import __version__
@@ -29,6 +28,7 @@ from relax_events.control.scaling.bodies import (
 from relax_events.control.scaling.desk import Errand, ScaleDesk
 from relax_events.control.scaling.requests import Kind, Status
 from relax_events.errors import BrokerError
+from relax_events.http_guard import Guard
 
 ANSWER_SECONDS = 10.0
 SUMMARY = "Workers of a run come and go while it goes on."
@@ -42,6 +42,7 @@ Key = Annotated[
 RequestId = Annotated[str, Path(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_-]+$", description="As the call that made it was told.")]
 ModelQuery = Annotated[str | None, Query(max_length=64, description="Only of this model.")]
 StatusQuery = Annotated[Status | None, Query(description="Only in this status.")]
+# The guard before the application checks the token; this tells of it in the API's description.
 BEARER = HTTPBearer(auto_error=False, description="The token of the run: in `api-token` of its folder, unless scaling.token_file says otherwise.")
 OTHER: dict[int | str, dict[str, Any]] = {"default": {"model": Answer, "description": "Anything else that went wrong."}}
 DENIED = problem(401, "No token, or the wrong one.")
@@ -51,36 +52,27 @@ MISSING = problem(404, "It names a model or a request that is not there.")
 BUSY = problem(409, "Another request for the model is not over, or the key belongs to another call.")
 
 
-def make_app(desk: ScaleDesk, put: Callable[[Errand[object]], None], *, token: str) -> FastAPI:
+def make_app(desk: ScaleDesk, put: Callable[[Errand[object]], None], *, token: str, host: str) -> Guard:
     """Make the application.
 
     Args:
         desk: Answers, in the thread that does what is put.
         put: Hands an errand to that thread.
-        token: Without which no call under `/rollout` is answered.
+        token: Without which no call is answered, and no body is read.
+        host: What it listens on.
     """
-    app = FastAPI(title="Relax Events", version=__version__, summary=SUMMARY)
-    app.include_router(_routes(desk, put, _require(token)))
+    app = FastAPI(title="Relax Events", version=__version__, summary=SUMMARY, docs_url=None, redoc_url=None)
+    app.include_router(_routes(desk, put))
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(RequestValidationError, _not_understood)
     app.add_exception_handler(PlainHTTPException, _plain)
     app.add_exception_handler(BrokerError, _away)
     app.add_exception_handler(TimeoutError, _away)
-    return app
+    return Guard(app, problem=_problem, host=host, token=token)
 
 
-def _require(token: str) -> Callable[..., None]:
-    """Return a check that a call brings the token."""
-
-    def check(brought: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]) -> None:
-        if brought is None or not hmac.compare_digest(brought.credentials.encode(), token.encode()):
-            raise HTTPException(401, "no token, or the wrong one; send `Authorization: Bearer TOKEN`", {"WWW-Authenticate": "Bearer"})
-
-    return check
-
-
-def _routes(desk: ScaleDesk, put: Callable[[Errand[object]], None], check: Callable[..., None]) -> APIRouter:
-    routes = APIRouter(prefix="/rollout", dependencies=[Depends(check)], responses={**DENIED, **AWAY, **BAD, **OTHER})
+def _routes(desk: ScaleDesk, put: Callable[[Errand[object]], None]) -> APIRouter:
+    routes = APIRouter(prefix="/rollout", dependencies=[Depends(BEARER)], responses={**DENIED, **AWAY, **BAD, **OTHER})
 
     def ask(work: Callable[[], Result]) -> Result:
         errand = Errand(work)
@@ -98,7 +90,7 @@ def _routes(desk: ScaleDesk, put: Callable[[Errand[object]], None], check: Calla
 
     @routes.get("/scale_out")
     def list_scale_out(model_name: ModelQuery = None, status: StatusQuery = None) -> RequestList:
-        """Show requests for more workers: those that are open, and the newest 100 of the others."""
+        """Show requests for more workers: those that are open, and those that ended within seven days, or the newest 100."""
         return ask(lambda: desk.views(Kind.OUT, model=model_name, status=status))
 
     @routes.get("/scale_out/{request_id}", responses=MISSING)
@@ -128,7 +120,7 @@ def _routes(desk: ScaleDesk, put: Callable[[Errand[object]], None], check: Calla
 
     @routes.get("/scale_in")
     def list_scale_in(model_name: ModelQuery = None, status: StatusQuery = None) -> RequestList:
-        """Show requests for fewer workers: those that are open, and the newest 100 of the others."""
+        """Show requests for fewer workers: those that are open, and those that ended within seven days, or the newest 100."""
         return ask(lambda: desk.views(Kind.IN, model=model_name, status=status))
 
     @routes.get("/scale_in/{request_id}", responses=MISSING)
@@ -137,6 +129,10 @@ def _routes(desk: ScaleDesk, put: Callable[[Errand[object]], None], check: Calla
         return ask(lambda: desk.view(request_id, Kind.IN))
 
     return routes
+
+
+def _problem(code: int, text: str) -> bytes:
+    return Answer(status="REJECTED", message=text).model_dump_json().encode()
 
 
 def _answer(code: int, word: str, text: str, headers: dict[str, str] | None = None) -> JSONResponse:

@@ -177,7 +177,7 @@ class Autoscaler:
         return Look(
             at=now,
             num_workers=len(beats),
-            usage=num_held / (len(beats) * self._config.engine.max_prompt_groups) if beats else None,
+            usage=num_held / (len(beats) * self._config.num_lanes) if beats else None,
             queued=max(num_unfinished - num_held, 0) / len(beats) if beats and num_unfinished is not None else None,
             groups_per_second=sum(reported) if reported else None,
             wait=step.phase_seconds.get("wait", 0.0) / total_seconds if step and total_seconds > 0 else None,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from relax_events.config import RunConfig
+from relax_events.control.lanes import KEY, REMEDY, most_workers
 from relax_events.control.scaling.requests import MICROS
 from relax_events.topics import TopicPlan
 
@@ -27,6 +28,8 @@ class Pool:
         num_at_start: Workers that the run starts with; they are never let go.
         max_workers: More than these are refused, for the reason `limit`.
         limit: What the bound follows from, with the remedy.
+        timeout: Microseconds that workers who come may take until they serve, where nobody says otherwise.
+        least_timeout: Microseconds that their server may take by its own limit to start and load; no request may give them less.
         urls: Servers that the workers of the start are attached to, which serve nobody else.
     """
 
@@ -35,6 +38,8 @@ class Pool:
     num_at_start: int
     max_workers: int
     limit: str
+    timeout: int
+    least_timeout: int = 0
     urls: tuple[str, ...] = ()
 
 
@@ -43,7 +48,6 @@ class Bounds:
     """What a run allows; times in microseconds."""
 
     pools: Mapping[str, Pool]
-    timeout: int
     drain: int
     confirm: int
     keeps_partial: bool
@@ -52,14 +56,13 @@ class Bounds:
     """Whether there is a `relax run` that starts workers."""
 
     @classmethod
-    def of(cls, config: RunConfig, *, is_supervised: bool) -> Bounds:
-        """Read them off a run file."""
+    def of(cls, config: RunConfig, *, is_supervised: bool, share_group_size: int | None = None) -> Bounds:
+        """Read them off a run file, and off how many members the brokers allow a share group, where that is known."""
         roles = config.roles()
-        pools = [_pool(config, role, num_at_start=roles[role]) for role in ELASTIC_ROLES if role in roles]
+        pools = [_pool(config, role, num_at_start=roles[role], share_group_size=share_group_size) for role in ELASTIC_ROLES if role in roles]
         scaling = config.scaling
         return cls(
             pools={pool.model: pool for pool in pools},
-            timeout=int(scaling.timeout_seconds * MICROS),
             drain=int(config.workers.drain_seconds * MICROS),
             confirm=int(CONFIRM_SECONDS * MICROS),
             keeps_partial=scaling.on_partial == "keep",
@@ -68,14 +71,27 @@ class Bounds:
         )
 
 
-def _pool(config: RunConfig, role: str, *, num_at_start: int) -> Pool:
-    """Return a role's pool; members of a consumer group beyond its partitions would get no work."""
+def _pool(config: RunConfig, role: str, *, num_at_start: int, share_group_size: int | None) -> Pool:
+    """Return a role's pool; members of a consumer group beyond its partitions would get no work, and of a share group beyond its size no place."""
     plan, most = TopicPlan.of(config), config.scaling.max_workers
     limit = f"scaling.max_workers = {most}"
     if role != "rollout" and plan.num_sample_partitions < most:
         most, limit = plan.num_sample_partitions, f"each needs a partition, and there are {plan.num_sample_partitions} (broker.shards)"
     elif role == "rollout" and config.broker.lease == "consumer_group" and config.broker.queue_partitions < most:
         most, limit = config.broker.queue_partitions, f"each needs a partition, and broker.queue_partitions = {config.broker.queue_partitions}"
+    elif role == "rollout" and share_group_size is not None and most_workers(config, share_group_size) < most:
+        most = most_workers(config, share_group_size)
+        limit = f"each has {config.num_lanes} lanes, and {KEY} = {share_group_size} on the brokers; {REMEDY}"
     engine = {"rollout": config.engine, "judge": config.judge.engine}.get(role)
     urls = engine.sglang.urls if engine is not None and engine.name == "sglang" else ()
-    return Pool(DEFAULT_MODEL if role == "rollout" else role, role, num_at_start, max(most, num_at_start), limit, urls)
+    least_seconds = engine.start_limit_seconds if engine is not None else 0.0
+    return Pool(
+        model=DEFAULT_MODEL if role == "rollout" else role,
+        role=role,
+        num_at_start=num_at_start,
+        max_workers=max(most, num_at_start),
+        limit=limit,
+        timeout=int((config.scaling.timeout_seconds or max(config.health.start_seconds, least_seconds)) * MICROS),
+        least_timeout=int(least_seconds * MICROS),
+        urls=urls,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +54,14 @@ class ApiPlace:
     def announce(self, url: str) -> None:
         """Write down where the API is."""
         write_private(self.address_file, orjson.dumps({"url": url}))
+
+    def withdraw(self, url: str) -> None:
+        """Remove what `announce` wrote and the run's own token, unless another controller has announced itself since."""
+        with suppress(CheckFailed):
+            if self.url() == url:
+                self.address_file.unlink(missing_ok=True)
+                if self.is_own_token:
+                    self.token_file.unlink(missing_ok=True)
 
     def url(self) -> str:
         """Return where it is.

@@ -13,6 +13,7 @@ from relax_events.config import RunConfig, ScalingConfig
 from relax_events.control.scaling.desk import Errand, ScaleDesk
 from relax_events.control.scaling.place import ApiPlace
 from relax_events.errors import EnvironmentProblem
+from relax_events.http_guard import server_settings
 from relax_events.listening import missing_package, open_listener, url_of
 
 log = structlog.get_logger()
@@ -60,6 +61,7 @@ class ApiServer:
             ConfigError: There is no token.
         """
         place = ApiPlace.of(config)
+        self._place, self._host = place, config.scaling.host
         self._desk, self._put, self._token = desk, put, place.open_token()
         self._listener = _listen(config.scaling)
         self._listener.listen()
@@ -77,8 +79,8 @@ class ApiServer:
 
         from relax_events.control.scaling.api import make_app
 
-        app = make_app(self._desk, self._put, token=self._token)
-        settings = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_SECONDS)
+        app = make_app(self._desk, self._put, token=self._token, host=self._host)
+        settings = server_settings(app, lifespan="off", timeout_keep_alive=KEEP_ALIVE_SECONDS)
         with self._lock:
             if self._is_closing:
                 return
@@ -86,7 +88,8 @@ class ApiServer:
         self._server.run(sockets=[self._listener])
 
     def close(self) -> None:
-        """Stop serving."""
+        """Stop serving, and leave no address and no token behind."""
+        self._place.withdraw(self.url)
         with self._lock:
             self._is_closing = True
             server = self._server

@@ -11,7 +11,9 @@ from relax_events.events.parts import Command, WorkerState
 from relax_events.events.types import Event, PolicyVersionPublished, RunCommanded, WorkerBeat
 
 NUM_KEPT = 100
-"""Requests that are over and still known."""
+"""Requests that are over and known however old they are."""
+KEPT_MICROS = 7 * 86_400 * 1_000_000
+"""For so long every request that is over is known: whoever repeats a call with its key within that time is given the same request."""
 
 
 class Standing(StrEnum):
@@ -128,6 +130,7 @@ class ScaleState:
     def _note_departure(self, worker_id: str, event: RunCommanded) -> None:
         if self.workers.pop(worker_id, None) is None:
             return
+        self.heard.pop(worker_id, None)  # an id is never used twice
         for request in list(self.requests.values()):
             if not request.is_open or worker_id not in request.workers:
                 continue
@@ -136,12 +139,13 @@ class ScaleState:
             self.requests[request.request_id] = replace(request, failed=failed, left=request.left | {worker_id})
 
     def _end(self, request: ScaleRequest) -> None:
-        """Keep a request that is over, and forget the oldest such one."""
+        """Keep a request that is over, and forget those that have been over for long."""
         self.requests[request.request_id] = request
         self.ended[request.role, request.kind, request.status] += 1
-        over = [request_id for request_id, request in self.requests.items() if not request.is_open]
-        for request_id in over[:-NUM_KEPT]:
-            del self.requests[request_id]
+        over = [other for other in self.requests.values() if not other.is_open]
+        for old in over[:-NUM_KEPT]:
+            if old.updated_at < request.updated_at - KEPT_MICROS:
+                del self.requests[old.request_id]
 
     def open_request(self, model: str) -> ScaleRequest | None:
         """Return the request of a model for which something is still to be done."""

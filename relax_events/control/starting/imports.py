@@ -9,6 +9,8 @@ from relax_events.plugins import ENGINES, ROLES, TRAINER_BACKENDS, installed
 
 COMPUTING = frozenset({"reference", "actor-forward", "critic", "teacher", "trainer"})
 """Roles that load the trainer's backend."""
+IMPORTING = frozenset({"trainer", "critic"})
+"""Roles whose own modules import torch."""
 COMMAND = "relax_events.cli.run"
 ACCELERATORS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 """Devices of drivers. Where one is there, `auto` means a GPU."""
@@ -16,8 +18,9 @@ ACCELERATORS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 
 def modules_of(config: RunConfig, role: str) -> list[str]:
     """Name the modules that a role's worker on this machine loads before its work."""
-    names = [(ROLES, role)]
-    if computes_on_cpu(config):
+    is_on_cpu = computes_on_cpu(config)
+    names = [(ROLES, role)] if is_on_cpu or role not in IMPORTING else []
+    if is_on_cpu:
         engines = {"rollout": config.rollout_engine, "evaluator": config.engine.name, "judge": config.judge.engine.name}
         names += [(ENGINES, engines.get(role, "")), (TRAINER_BACKENDS, config.trainer.backend if role in COMPUTING else "")]
     return [COMMAND, *(installed(group)[name].module for group, name in names if name in installed(group))]

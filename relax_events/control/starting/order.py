@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 MAX_BYTES = 2**20
-MAX_DESCRIPTORS = 1
+MAX_DESCRIPTORS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,14 @@ class Order:
         arguments: What that is told.
         environment: All of its own.
         imports: Modules that are there before it is forked: they are imported for the first alone that needs them.
+        socket_variable: The variable that names the descriptor of a socket which is handed to the worker; empty where there is none.
     """
 
     module: str
     arguments: list[str]
     environment: dict[str, str]
     imports: list[str]
+    socket_variable: str = ""
 
 
 def say(line: socket.socket, message: Mapping[str, Any], *descriptors: int) -> None:

@@ -30,11 +30,11 @@ def main() -> None:
         become(*found)
 
 
-def serve(line: socket.socket) -> tuple[Order, int] | None:
+def serve(line: socket.socket) -> tuple[Order, list[int]] | None:
     """Fork a worker for each order, and tell of the end of each.
 
     Returns:
-        In a worker, its order and the descriptor of its log; in the starter None, once the supervisor is gone.
+        In a worker, its order and the descriptors that came along; in the starter None, once the supervisor is gone.
     """
     with selectors.DefaultSelector() as selector, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         selector.register(line, selectors.EVENT_READ)
@@ -51,18 +51,19 @@ def serve(line: socket.socket) -> tuple[Order, int] | None:
     return None
 
 
-def obey(message: dict[str, Any], descriptors: list[int], line: socket.socket, selector: selectors.BaseSelector) -> tuple[Order, int] | None:
+def obey(message: dict[str, Any], descriptors: list[int], line: socket.socket, selector: selectors.BaseSelector) -> tuple[Order, list[int]] | None:
     """Import what is asked for, and fork a worker if one is ordered; see `serve`."""
     load(message["imports"])
     if "module" not in message:
         return None
-    order, (log,) = Order(**message), descriptors
+    order = Order(**message)
     if (pid := forked()) == 0:
         for worker in selector.get_map().values():
             if worker.data is not None:
                 os.close(worker.fd)
-        return order, log
-    os.close(log)
+        return order, descriptors
+    for descriptor in descriptors:
+        os.close(descriptor)
     handle = os.pidfd_open(pid)  # it is not waited for yet, and so the name of nobody else
     selector.register(handle, selectors.EVENT_READ, pid)
     say(line, {"started": pid}, handle)
@@ -92,8 +93,14 @@ def forked() -> int:
     return pid
 
 
-def become(order: Order, log: int) -> None:
-    """Be the process that a shell would have started."""
+def become(order: Order, descriptors: Sequence[int]) -> None:
+    """Be the process that a shell would have started.
+
+    Args:
+        order: What to be.
+        descriptors: Of the log, and of the socket where the order names one.
+    """
+    log, *sockets = descriptors
     for output in (sys.stdout.fileno(), sys.stderr.fileno()):
         os.dup2(log, output)
     os.close(log)
@@ -101,6 +108,8 @@ def become(order: Order, log: int) -> None:
     setproctitle(" ".join([sys.executable, "-m", order.module, *order.arguments]))  # it writes over the environment that we were started with
     os.environ.clear()
     os.environ.update(order.environment)
+    for descriptor in sockets:
+        os.environ[order.socket_variable] = str(descriptor)
     sys.argv[1:] = order.arguments
     runpy.run_module(order.module, run_name="__main__", alter_sys=True)
 

@@ -55,19 +55,21 @@ class Starter:
         """Have modules imported that workers will need, and don't wait for it."""
         self._there().prepare(imports)
 
-    def start(self, order: Order, *, log_path: Path) -> ForkedWorker:
+    def start(self, order: Order, *, log_path: Path, listener: socket.socket | None = None) -> ForkedWorker:
         """Start a worker in a session of its own.
 
         Args:
             order: For it.
             log_path: Where its output is added.
+            listener: A socket that it takes over, named by `order.socket_variable`; it stays open here.
         Raises:
             RunFailed: The starter can't be started.
         """
         log_path.parent.mkdir(parents=True, exist_ok=True)  # the run's folder may have been deleted: its worker says so, in a log
         with log_path.open("ab") as log_file:
+            descriptors = [log_file.fileno(), *([listener.fileno()] if listener is not None else [])]
             for _ in range(2):
-                if (worker := self._there().fork(order, log_file.fileno())) is not None:
+                if (worker := self._there().fork(order, descriptors)) is not None:
                     return worker
                 self.close()
         raise RunFailed(f"no worker can be started: the process that forks them ended twice; see {self._log_path}")
@@ -115,10 +117,10 @@ class StarterProcess:
         with contextlib.suppress(OSError):  # it is gone, as the first order will find out
             say(self._line, {"imports": list(imports)})
 
-    def fork(self, order: Order, log: int) -> ForkedWorker | None:
-        """Have a worker forked whose output goes to the descriptor; None when the process is gone."""
+    def fork(self, order: Order, descriptors: Sequence[int]) -> ForkedWorker | None:
+        """Have a worker forked whose output goes to the first descriptor, and that owns a copy of the rest; None when the process is gone."""
         with contextlib.suppress(OSError):
-            say(self._line, asdict(order), log)
+            say(self._line, asdict(order), *descriptors)
         worker = None
         while worker is None and not self._is_lost:
             worker = self._note()

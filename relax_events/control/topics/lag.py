@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from relax_events.broker.admin import Admin, GroupState
+from relax_events.broker.inventory import Inventory
 from relax_events.config import RunConfig
 from relax_events.control.run_log import RunLog
+from relax_events.control.topics.followers import find_followers
 from relax_events.control.topics.role_inputs import Place, input_places, role_inputs
 from relax_events.events.types import PolicyVersionPublished
 from relax_events.topics import TopicPlan, slot_of
@@ -78,17 +80,25 @@ def slot_owners(published: Iterable[PolicyVersionPublished], *, num_slots: int) 
 
 
 def read_lag(config: RunConfig, admin: Admin) -> list[PartitionLag]:
-    """Return the lag of every role at every partition that it reads, with the age of what is oldest where something is unread."""
+    """Return the lag of every role at every partition that it reads, with the age of what is oldest where something is unread.
+
+    A run that replays this one has a row for each partition too, `run ID`: its records count until its newest checkpoint lies behind them.
+    """
     with RunLog(config, name="lag") as log:
         owners = slot_owners((found.event for found in log.versions.values()), num_slots=log.plan.num_slots)
-        rows = [row for role in role_inputs(config) for row in _role_lag(config, admin, role, owners)]
+        inputs = {role: (log.plan.consumer_group(role), input_places(config, role)) for role in role_inputs(config)}
+        if not config.is_replay:
+            followers = find_followers(log.plan, admin, Inventory(log.connection))
+            inputs |= {f"run {follower.run_id}": (follower.group, list(follower.offsets)) for follower in followers}
+        rows = [row for role, (group, places) in inputs.items() for row in _lag_of(log.plan, admin, role, group, places, owners)]
         oldest = _oldest_unread(log, rows)
     return [replace(row, oldest_ms=oldest.get((row.place, row.position))) if row.num_records else row for row in rows]
 
 
-def _role_lag(config: RunConfig, admin: Admin, role: str, owners: Mapping[int, PolicyVersionPublished]) -> list[PartitionLag]:
-    plan, places = TopicPlan.of(config), input_places(config, role)
-    committed = admin.committed(plan.consumer_group(role), places)
+def _lag_of(
+    plan: TopicPlan, admin: Admin, role: str, group: str, places: list[Place], owners: Mapping[int, PolicyVersionPublished]
+) -> list[PartitionLag]:
+    committed = admin.committed(group, places)
     begins, ends = admin.begin_offsets(places), admin.end_offsets(places)
     queue = plan.topic("prompt.groups")
     rows = []

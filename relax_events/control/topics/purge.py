@@ -6,6 +6,7 @@ A record may go when all of these say so, and the lowest offset counts:
     groups      every role that reads it has committed an offset behind it
     recovery    no step behind the newest usable checkpoint was trained on it, and the trainer reads on behind it
     critic      (where there is one) no step behind its newest checkpoint was trained on it
+    followers   every run that trains this run's samples has a checkpoint behind it, or is more than `run.follower_versions` behind what is retained
     seats       (prompt queue) its seat was trained, for a version that is not retained
 
 Control topics stay: they are the ledger.
@@ -25,8 +26,8 @@ from relax_events.events.parts import TopicOffset
 from relax_events.events.types import PolicyVersionPublished, PromptGroupIssued, TrainStepCommitted
 from relax_events.policy import Place as Seat
 from relax_events.topics import TopicPlan, slot_of
+from relax_events.topics.plan import TRAINED_FROM, TRAINER_INPUTS
 
-TRAINED_FROM = "advantage.samples"
 QUEUE = "prompt.groups"
 
 
@@ -86,8 +87,33 @@ def version_bounds(plan: TopicPlan, published: Iterable[PolicyVersionPublished],
     return bounds
 
 
+def oldest_with_records(plan: TopicPlan, published: Iterable[PolicyVersionPublished], begins: Bounds) -> int:
+    """Return the oldest policy version that may have records left: what belongs to older ones alone may go.
+
+    A version's records are gone where the records of its slot begin at or behind the start of the slot's next owner.
+
+    Args:
+        plan: The run's topics.
+        published: The newest versions, without a gap.
+        begins: The oldest offset that is left, by partition of the sample topics.
+    Returns:
+        0 where records are left of versions that are older than the published ones given here.
+    """
+    starts = {event.policy_version: event.start_offsets for event in published}
+
+    def has_older(version: int) -> bool:
+        return any(begins.get((plan.topic(plan.entity(at.topic)), at.partition), 0) < at.offset for at in starts[version])
+
+    oldest = min(starts, default=0)
+    if any(has_older(version) for version in range(oldest, oldest + plan.num_slots) if version in starts):
+        return 0
+    while oldest + plan.num_slots in starts and not has_older(oldest + plan.num_slots):
+        oldest += 1
+    return oldest
+
+
 def recovery_bounds(
-    plan: TopicPlan, steps: Iterable[TrainStepCommitted], *, checkpoint_version: int, positions: Mapping[int, int]
+    plan: TopicPlan, steps: Iterable[TrainStepCommitted], *, checkpoint_version: int, positions: Mapping[tuple[str, int], int]
 ) -> dict[Place, int]:
     """Return below which offset of each partition a trainer that starts anew reads nothing.
 
@@ -97,10 +123,14 @@ def recovery_bounds(
         plan: The run's topics.
         steps: The committed ones, at least those from the checkpoint's version on.
         checkpoint_version: Of the newest usable checkpoint; 0 when there is none.
-        positions: Where the steps had come to, by partition.
+        positions: Where the steps had come to, by entity and partition.
     """
     topic = plan.topic(TRAINED_FROM)
-    bounds = {(topic, partition): positions.get(partition, 0) for partition in range(plan.num_sample_partitions)}
+    bounds = {
+        (plan.topic(entity), partition): positions.get((entity, partition), 0)
+        for entity in TRAINER_INPUTS
+        for partition in range(plan.num_sample_partitions)
+    }
     for step in steps:
         if step.train_step >= checkpoint_version:
             for partition, offset in zip(np.asarray(step.partitions).tolist(), np.asarray(step.offsets).tolist(), strict=True):

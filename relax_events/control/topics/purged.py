@@ -11,31 +11,31 @@ from relax_events.topics import TopicPlan, shard_of
 
 @dataclass(slots=True)
 class PurgedLog:
-    """The begins of the prompt queue and of `rollout.samples`, by (entity, partition), and where versions began there."""
+    """Where the partitions of the prompt queue and of the sample topics begin, by (entity, partition), and where versions began there."""
 
     plan: TopicPlan
     begins: Mapping[tuple[str, int], int]
-    starts: dict[tuple[int, int], int] = field(default_factory=dict)
+    starts: dict[int, dict[tuple[str, int], int]] = field(default_factory=dict)
 
     def note(self, published: PolicyVersionPublished) -> None:
-        """Take in where a version's records begin."""
-        for at in published.start_offsets:
-            if self.plan.entity(at.topic) == "rollout.samples":
-                self.starts[published.policy_version, at.partition] = at.offset
+        """Take in where a version's records begin, if anything was purged at all."""
+        if any(self.begins.values()):
+            self.starts[published.policy_version] = {(self.plan.entity(at.topic), at.partition): at.offset for at in published.start_offsets}
+
+    def forget_before(self, policy_version: int) -> None:
+        """Drop what is known of versions that nobody will ask for."""
+        for version in [version for version in self.starts if version < policy_version]:
+            del self.starts[version]
 
     def had_issue(self, prompt_group_id: str) -> bool:
         """Tell whether the record that issued a prompt group may have been purged."""
         return self.begins.get(("prompt.groups", shard_of(prompt_group_id, shards=self.plan.queue_partitions)), 0) > 0
 
-    def had_samples(self, prompt_group_id: str, policy_version: int) -> bool:
-        """Tell whether the samples of a prompt group may have been purged.
+    def had_offset(self, entity: str, partition: int, offset: int) -> bool:
+        """Tell whether the record at an offset was purged."""
+        return self.begins.get((entity, partition), 0) > offset
 
-        Args:
-            prompt_group_id: Of the samples.
-            policy_version: The oldest that its tokens came from; their slot may be that of an older one still.
-        """
-        for version in range(max(policy_version - self.plan.num_slots + 1, 0), policy_version + 1):
-            partition = self.plan.partition(prompt_group_id, version)
-            if self.begins.get(("rollout.samples", partition), 0) > self.starts.get((version, partition), 0):
-                return True
-        return False
+    def had_version(self, entity: str, partition: int, policy_version: int) -> bool:
+        """Tell whether records of a version may have been purged from one of its slot's partitions."""
+        start = self.starts.get(policy_version, {}).get((entity, partition), 0)
+        return self.had_offset(entity, partition, start)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -14,11 +14,12 @@ import structlog
 from relax_events.broker.admin import Admin
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import LogReader
+from relax_events.broker.inventory import Inventory
 from relax_events.config import RunConfig
 from relax_events.control.run_log import RunLog
+from relax_events.control.topics.followers import find_followers, follower_bounds
 from relax_events.control.topics.purge import (
     QUEUE,
-    TRAINED_FROM,
     Bounds,
     Cut,
     QueuedGroup,
@@ -26,6 +27,7 @@ from relax_events.control.topics.purge import (
     cuts_within,
     group_bounds,
     oldest_retained,
+    oldest_with_records,
     queue_bounds,
     recovery_bounds,
     version_bounds,
@@ -36,9 +38,12 @@ from relax_events.events.codec import EventCodec
 from relax_events.events.parts import CheckpointRef, Outcome
 from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupEnded, PromptGroupIssued, TrainStepCommitted
 from relax_events.objects import ObjectStore
+from relax_events.objects.version_objects import delete_before
 from relax_events.policy import Place as Seat
 from relax_events.topics import TopicPlan
+from relax_events.topics.plan import TRAINED_FROM
 from relax_events.training.critic_checkpoints import critic_checkpoints
+from relax_events.training.history import advance_positions
 
 log = structlog.get_logger()
 SAMPLED_RECORDS = 20
@@ -49,7 +54,10 @@ class PurgeBooks:
     """What the control log says that a purge has to know. Feed it every event, in log order within a topic."""
 
     steps: list[TrainStepCommitted] = field(default_factory=list)
-    positions: dict[int, int] = field(default_factory=dict)
+    num_steps_before: int = 0
+    """Steps that are not among them: they were committed before what was read, or no purge asks for them."""
+    positions: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Up to where the trainer has consumed its input, by entity and partition."""
     published: dict[int, PolicyVersionPublished] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
     trained: dict[Seat, int] = field(default_factory=dict)
@@ -58,8 +66,10 @@ class PurgeBooks:
         """Take in an event."""
         if isinstance(event, TrainStepCommitted):
             self.steps.append(event)
-            self.positions |= {at.partition: max(at.offset, self.positions.get(at.partition, 0)) for at in event.consumed}
+            advance_positions(self.positions, event.consumed)
         elif isinstance(event, PolicyVersionPublished):
+            if not self.published and not self.steps:
+                self.num_steps_before = event.num_steps_before
             self.published[event.policy_version] = event
         elif isinstance(event, PromptGroupEnded):
             self.ended.add(event.prompt_group_id)
@@ -78,9 +88,17 @@ class PurgeBooks:
 
     def forget_before(self, version: int) -> None:
         """Drop steps and publications of versions that no later purge asks for, so that a purge costs the same in a long run."""
-        self.steps = [step for step in self.steps if step.train_step >= version]
+        kept = [step for step in self.steps if step.train_step >= version]
+        self.num_steps_before += len(self.steps) - len(kept)
+        self.steps = kept
         for old in [old for old in self.published if old < version]:
             del self.published[old]
+
+    def forget_but(self, queued: Collection[PromptGroupIssued]) -> None:
+        """Drop ends of all prompt groups but these, which are still queued: a purge asks for no others, and an end follows its issue."""
+        ids, seats = {issued.prompt_group_id for issued in queued}, {Seat(issued.train_step, issued.group_index) for issued in queued}
+        self.ended &= ids
+        self.trained = {seat: version for seat, version in self.trained.items() if seat in seats}
 
 
 class Purger:
@@ -97,7 +115,9 @@ class Purger:
         """
         self._config, self._connection, self._store, self._codec = config, connection, store, codec
         self._plan = TopicPlan.of(config)
-        self._admin = Admin(connection)
+        self._admin, self._inventory = Admin(connection), Inventory(connection)
+        self.oldest_with_records = 0
+        """The oldest version that had records left after the newest purge."""
 
     def plan(self, books: PurgeBooks, *, before_version: int | None = None) -> list[Cut]:
         """Return what would go from each partition of the sample topics and the prompt queue.
@@ -110,15 +130,28 @@ class Purger:
         wanted = version_bounds(self._plan, books.published.values(), before_version=oldest)
         queue = [(self._plan.topic(QUEUE), partition) for partition in range(self._plan.queue_partitions)]
         begins = self._admin.begin_offsets([*wanted, *queue])
-        wanted |= queue_bounds(self._plan, self._queued(begins, queue), ended=books.ended, trained=books.trained, before_version=oldest)
+        queued = self._queued(begins, queue)
+        wanted |= queue_bounds(self._plan, queued, ended=books.ended, trained=books.trained, before_version=oldest)
+        books.forget_but([group.issued for group in queued if group.issued is not None])
         usable = self._usable_checkpoint(books)
         version = usable.policy_version if usable else 0
-        recovery = recovery_bounds(self._plan, books.steps, checkpoint_version=version, positions=books.positions)
-        return cuts_within(begins, wanted, group_bounds(self._config, self._admin) | {"recovery": recovery} | self._critic_bounds(books))
+        is_known = bool(usable) or books.num_steps_before == 0  # else older steps would be trained again, whose records we don't know
+        positions = books.positions if is_known else {}
+        recovery = recovery_bounds(self._plan, books.steps, checkpoint_version=version, positions=positions)
+        bounds = group_bounds(self._config, self._admin) | {"recovery": recovery} | self._critic_bounds(books)
+        return cuts_within(begins, wanted, bounds | self._follower_bounds(books, oldest))
 
-    def purge(self, cuts: list[Cut]) -> Counter[str]:
-        """Delete what the cuts say; return how many records went, by entity."""
+    def purge(self, cuts: list[Cut], books: PurgeBooks) -> Counter[str]:
+        """Delete what the cuts say, then the objects of versions that have no records left; return how many records went, by entity.
+
+        Raises:
+            StoreUnavailable: The records are gone, the objects will go with the next purge.
+        """
         apply_cuts(self._admin, cuts)
+        begins = self._admin.begin_offsets(cut.place for cut in cuts if self._plan.entity(cut.place[0]) != QUEUE)
+        self.oldest_with_records = oldest = oldest_with_records(self._plan, books.published.values(), begins)
+        if num_objects := delete_before(self._store, oldest):
+            log.info("objects.purged", before_version=oldest, num_objects=num_objects)
         gone = Counter[str]()
         for cut in cuts:
             gone[self._plan.entity(cut.place[0])] += cut.num_records
@@ -158,6 +191,14 @@ class Purger:
             return None
         return event if isinstance(event, PromptGroupIssued) else None
 
+    def _follower_bounds(self, books: PurgeBooks, oldest: int) -> dict[str, Bounds]:
+        """Return below which offsets runs that train this run's samples need none of them, for as many versions as the run keeps for them."""
+        limit = self._config.run.follower_versions
+        if not limit:
+            return {}
+        floor = version_bounds(self._plan, books.published.values(), before_version=max(oldest - limit, 0))
+        return follower_bounds(find_followers(self._plan, self._admin, self._inventory), floor)
+
     def _critic_bounds(self, books: PurgeBooks) -> dict[str, Bounds]:
         """Return below which offsets a critic that starts anew reads nothing; all is held while it has no checkpoint."""
         if "critic" not in self._config.roles():
@@ -193,6 +234,7 @@ class PlannedPurge:
     before_version: int
     cuts: list[Cut]
     purger: Purger
+    books: PurgeBooks
 
     def bytes_of_cuts(self) -> dict[Place, int]:
         """Return about how many bytes go with each cut."""
@@ -200,7 +242,7 @@ class PlannedPurge:
 
     def apply(self) -> Counter[str]:
         """Delete the records; return how many went, by entity."""
-        gone = self.purger.purge(self.cuts)
+        gone = self.purger.purge(self.cuts, self.books)
         log.info("records.purged", before_version=self.before_version, num_records=gone.total())
         return gone
 
@@ -232,6 +274,6 @@ def open_purge(config: RunConfig, *, before_version: int | None = None) -> Itera
         purger = Purger(config, run_log.connection, ObjectStore.open(config.objects_uri, moved_from=config.objects.moved_from), run_log.codec)
         try:
             oldest = oldest_retained(config, newest_version=books.newest_version, before_version=before_version)
-            yield PlannedPurge(oldest, purger.plan(books, before_version=before_version), purger)
+            yield PlannedPurge(oldest, purger.plan(books, before_version=before_version), purger, books)
         finally:
             purger.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from relax_events.config import RunConfig
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import EVALUATOR_TOPICS
+from relax_events.topics.plan import EVALUATOR_TOPICS, TRAINER_INPUTS
 
 Place = tuple[str, int]
 TOPIC_OF_ROLE = {"actor-forward" if name == "actor" else name: topic for name, topic in EVALUATOR_TOPICS.items()}
@@ -22,7 +22,7 @@ def role_inputs(config: RunConfig) -> dict[str, list[str]]:
     samples = {role: ["rollout.samples"] for role in ("reward", "judge", *TOPIC_OF_ROLE) if role in roles}
     evaluated = [entity for role, entity in TOPIC_OF_ROLE.items() if role in roles]
     scores = ["reward.scores"] if config.algorithm.has_rewards else []
-    inputs = samples | {"advantage": ["rollout.samples", *scores, *evaluated], "trainer": ["advantage.samples"]}
+    inputs = samples | {"advantage": ["rollout.samples", *scores, *evaluated], "trainer": [*TRAINER_INPUTS]}
     if config.broker.lease == "consumer_group":
         inputs["rollout"] = ["prompt.groups"]
     return {role: entities for role, entities in inputs.items() if role in roles}

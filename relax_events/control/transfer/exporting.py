@@ -20,6 +20,7 @@ from relax_events.control.transfer.manifest import MANIFEST, ExportedObject, Exp
 from relax_events.errors import ConfigError
 from relax_events.events.container import ContainerWriter, LoggedRecord, RecordsDigest
 from relax_events.objects import ObjectStore
+from relax_events.objects.marker import MARKER
 from relax_events.topics.plan import SAMPLE_TOPICS
 
 NO_VERSION = 2**31
@@ -185,7 +186,7 @@ def _copy_objects(config: RunConfig, folder: Path, manifest: Manifest, report: R
     manifest.objects_uri = store.uri("")
     known: Collection[str] = {item.key for item in manifest.objects}
     for key in store.list(""):
-        if key in known:
+        if key in known or key == MARKER:
             continue
         data = store.get_at(key)
         path = folder / "objects" / key

@@ -24,6 +24,7 @@ from relax_events.events.codec import EventCodec
 from relax_events.events.container import RecordsDigest, read_container
 from relax_events.events.parts import TopicOffset, now_micros
 from relax_events.objects import ObjectStore
+from relax_events.objects.marker import claim
 from relax_events.pipeline.description import read_description
 from relax_events.topics import TopicPlan, TopicSpec
 
@@ -177,6 +178,7 @@ def _describe(config: RunConfig, topics: TopicPlan, manifest: Manifest) -> None:
         return
     reader = LogReader(_connection(config))
     try:
+        cluster_id = reader.cluster_id(topics.topic(DESCRIBED_ON))
         told = read_description(reader, config.run.id) if "control.schemas" in manifest.topics else None
     finally:
         reader.close()
@@ -186,10 +188,14 @@ def _describe(config: RunConfig, topics: TopicPlan, manifest: Manifest) -> None:
     tree["run"] |= {"id": config.run.id, "directory": str(config.run.directory.resolve())}
     former = tree.get("objects", {})
     if manifest.objects:
-        tree["objects"] = former | {"uri": config.objects.uri, "moved_from": [*former.get("moved_from", ()), manifest.objects_uri]}
+        moved_from = [*former.get("moved_from", ()), manifest.objects_uri]
+        tree["objects"] = former | {"uri": config.objects.uri, "by_run": config.objects.by_run, "moved_from": moved_from}
+        mark = claim(ObjectStore.open(config.objects_uri), run_id=config.run.id, cluster_id=cluster_id).value
     else:
-        tree["objects"] = former | {"uri": manifest.objects_uri}
-    described = replace(told, run_id=config.run.id, config=orjson.dumps(tree, option=orjson.OPT_SORT_KEYS).decode(), described_at=now_micros())
+        tree["objects"] = former | {"uri": manifest.objects_uri, "by_run": False}
+        mark = told.store_mark
+    text = orjson.dumps(tree, option=orjson.OPT_SORT_KEYS).decode()
+    described = replace(told, store_mark=mark, run_id=config.run.id, config=text, described_at=now_micros())
     if described.config != told.config:
         producer = RecordProducer(_connection(config))
         producer.write([OutRecord(topics.topic(DESCRIBED_ON), EventCodec().encode(described))])

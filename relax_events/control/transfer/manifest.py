@@ -79,7 +79,7 @@ class Manifest:
             tree["partitions"] = [ExportedPartition(**item) for item in tree["partitions"]]
             tree["objects"] = [ExportedObject(**item) for item in tree["objects"]]
             return cls(**tree)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{folder} holds no exported run: {error}; name the folder that relax topics export wrote") from error
 
 

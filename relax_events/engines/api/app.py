@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
@@ -21,15 +20,27 @@ from relax_events.engines.api.station import Station
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.transformers import TransformersEngine
 from relax_events.errors import ConfigError, EngineFailed, PoisonSample, RelaxError
+from relax_events.http_guard import Guard
 
 SUMMARY = "A model by engine `transformers`, behind SGLang's HTTP API."
 CALLERS = "http"
 """Where prompts come from."""
-BAD, DENIED, BROKEN = 400, 401, 503
-Next = Callable[[Request], Awaitable[Response]]
+BAD, BROKEN = 400, 503
+MAX_BODY_BYTES = 256 * 1024**2
+"""Of a call: prompts of many samples, with their media."""
+BODY_SECONDS = 120.0
 
 
-def make_app(model: ModelConfig, engine: EngineConfig, *, model_name: str, is_incremental: bool = False, token: str = "") -> FastAPI:
+def make_app(
+    model: ModelConfig,
+    engine: EngineConfig,
+    *,
+    model_name: str,
+    is_incremental: bool = False,
+    host: str = "127.0.0.1",
+    token: str = "",
+    weights_root: Path | None = None,
+) -> Guard:
     """Load a model and make the application that serves it; the engine runs while the application does.
 
     Args:
@@ -37,7 +48,9 @@ def make_app(model: ModelConfig, engine: EngineConfig, *, model_name: str, is_in
         engine: Bounds on rows and context.
         model_name: What OpenAI's clients call it.
         is_incremental: Whether a streamed event has what is new, or all so far.
-        token: Without which nobody is answered; empty for everybody.
+        host: What it listens on.
+        token: Without which nobody is answered; empty for everybody who reaches it.
+        weights_root: Folder that weights may be loaded from; None is any for those who bring the token, and none where there is no token.
     Raises:
         ConfigError: The model can't be loaded or served.
     """
@@ -51,14 +64,20 @@ def make_app(model: ModelConfig, engine: EngineConfig, *, model_name: str, is_in
         yield
         station.close()
 
-    app = FastAPI(title="Relax Events", version=__version__, summary=SUMMARY, lifespan=runs)
-    app.include_router(native_routes(respondent, model_path=model.path.absolute(), recorded=recorded, is_incremental=is_incremental))
+    app = FastAPI(title="Relax Events", version=__version__, summary=SUMMARY, lifespan=runs, docs_url=None, redoc_url=None)
+    app.include_router(
+        native_routes(
+            respondent,
+            model_path=model.path.absolute(),
+            recorded=recorded,
+            is_incremental=is_incremental,
+            may_load=lambda path: bool(token) if weights_root is None else path.resolve().is_relative_to(weights_root.resolve()),
+        )
+    )
     app.include_router(openai_routes(respondent, model_name=model_name, max_context_tokens=engine.max_context_tokens))
     app.add_exception_handler(RequestValidationError, _not_understood)
     app.add_exception_handler(RelaxError, _refused)
-    if token:
-        app.middleware("http")(_require(token))
-    return app
+    return Guard(app, problem=_problem_body, host=host, token=token, max_body_bytes=MAX_BODY_BYTES, body_seconds=BODY_SECONDS)
 
 
 def _renderer(path: Path) -> PromptRenderer:
@@ -68,17 +87,6 @@ def _renderer(path: Path) -> PromptRenderer:
         return PromptRenderer.from_folder(path, DataConfig(source=CALLERS, chat_template=False))
 
 
-def _require(token: str) -> Callable[[Request, Next], Awaitable[Response]]:
-    expected = f"Bearer {token}".encode()
-
-    async def check(request: Request, call_next: Next) -> Response:
-        if not hmac.compare_digest(request.headers.get("authorization", "").encode(), expected):
-            return _problem(DENIED, "no token, or the wrong one; send `Authorization: Bearer TOKEN`")
-        return await call_next(request)
-
-    return check
-
-
 def _not_understood(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     return _problem(BAD, "; ".join(f"{'.'.join(map(str, one['loc'][1:])) or 'body'}: {one['msg']}" for one in error.errors()))
@@ -86,6 +94,10 @@ def _not_understood(_: Request, error: Exception) -> JSONResponse:
 
 def _refused(_: Request, error: Exception) -> JSONResponse:
     return _problem(BROKEN if isinstance(error, EngineFailed) else BAD if isinstance(error, PoisonSample | ConfigError) else 500, str(error))
+
+
+def _problem_body(code: int, text: str) -> bytes:
+    return bytes(_problem(code, text).body)
 
 
 def _problem(code: int, text: str) -> JSONResponse:

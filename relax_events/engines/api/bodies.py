@@ -28,7 +28,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Settings of SGLang's sampling that we don't have, with the values that ask for nothing."""
 NOT_DONE = ("image_data", "video_data", "audio_data", "input_embeds", "lora_path", "session_params", "custom_logit_processor")
 """Fields of SGLang's requests that ask for what we don't have."""
-CHAT_NOT_DONE = ("tools", "logit_bias", "response_format", "functions", "top_logprobs", "return_routed_experts")
+CHAT_NOT_DONE = (
+    "tools", "logit_bias", "response_format", "functions", "top_logprobs", "return_routed_experts", "frequency_penalty", "presence_penalty",
+)  # fmt: skip
+"""Fields of OpenAI's requests that ask for what we don't have, unless they are empty or 0."""
 
 
 class SamplingParams(BaseModel):
@@ -55,7 +58,7 @@ class SamplingParams(BaseModel):
         if not isinstance(data, dict):
             return data
         if asked := [key for key, values in NEUTRAL.items() if key in data and data[key] not in values]:
-            raise ValueError(f"sampling by {asked[0]} is not done here; leave it out, or ask an SGLang server")
+            raise ValueError(f"sampling by {asked[0]} is not supported here; leave it out, or ask an SGLang server")
         return {key: value for key, value in data.items() if key not in NEUTRAL}
 
     @property
@@ -163,14 +166,12 @@ class Asked(BaseModel):
     stop: str | list[str] | None = None
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     stream: bool = False
-    frequency_penalty: float = Field(default=0, ge=0, le=0)
-    presence_penalty: float = Field(default=0, ge=0, le=0)
 
     @model_validator(mode="before")
     @classmethod
     def _only_what_is_done(cls, data: Any) -> Any:
         if isinstance(data, dict) and (asked := [key for key in CHAT_NOT_DONE if data.get(key)]):
-            raise ValueError(f"{asked[0]} is not done here; leave it out")
+            raise ValueError(f"{asked[0]} is not supported here; leave it out")
         return data
 
     def params(self, max_new_tokens: int) -> SamplingParams:

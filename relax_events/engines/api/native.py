@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,12 @@ from relax_events.errors import EngineFailed, PoisonSample, RelaxError
 PROBE_SECONDS = 20.0
 Logprob = tuple[float | None, int, str | None]
 """Of a token, in nats; null where it is no finite number or not known. Its id, and its text where that is wanted."""
+ELSEWHERE = "weights are not loaded from there; start the server with --weights-root, or with --token-file"
 
 
-def native_routes(respondent: Respondent, *, model_path: Path, recorded: ModelFolder | None, is_incremental: bool) -> APIRouter:
+def native_routes(
+    respondent: Respondent, *, model_path: Path, recorded: ModelFolder | None, is_incremental: bool, may_load: Callable[[Path], bool]
+) -> APIRouter:
     """Make the routes.
 
     Args:
@@ -37,11 +41,12 @@ def native_routes(respondent: Respondent, *, model_path: Path, recorded: ModelFo
         model_path: Of the model that is served.
         recorded: The same with its experts, where it is told which of them tokens go through.
         is_incremental: Whether a streamed event has what is new, or all so far.
+        may_load: Tells whether weights may be loaded from a folder.
     """
     routes, said = APIRouter(), {"incremental_streaming_output": is_incremental, "enable_return_routed_experts": recorded is not None}
     routes.include_router(_asking(respondent, recorded, is_incremental=is_incremental))
     routes.include_router(_telling(respondent, {"model_path": str(model_path), **said}))
-    routes.include_router(_steering(respondent.station))
+    routes.include_router(_steering(respondent.station, may_load))
     return routes
 
 
@@ -103,7 +108,7 @@ def _telling(respondent: Respondent, said: dict[str, Any]) -> APIRouter:
     return routes
 
 
-def _steering(station: Station) -> APIRouter:
+def _steering(station: Station, may_load: Callable[[Path], bool]) -> APIRouter:
     """Pauses, and other weights."""
     routes = APIRouter()
 
@@ -127,6 +132,8 @@ def _steering(station: Station) -> APIRouter:
     @routes.post("/update_weights_from_disk")
     async def update_weights_from_disk(body: LoadBody) -> JSONResponse:
         """Load a folder's weights between two tokens; what runs goes on under them."""
+        if not may_load(Path(body.model_path)):
+            return JSONResponse({"success": False, "message": ELSEWHERE}, status_code=403)
         if body.abort_all_requests:
             await station.abort(None)
         try:
@@ -163,6 +170,7 @@ class _Asked:
         asked = [(place, question) for place in range(body.num_prompts) for question in self._questions(place)]
         self._places, self.questions = [place for place, _ in asked], [question for _, question in asked]
         self._shown: dict[str, tuple[int, str]] = {}
+        self._require_own_rids()
         if body.return_routed_experts:
             self._require_record()
 
@@ -174,6 +182,11 @@ class _Asked:
         num_top = self.body.of("top_logprobs_num", place) if self.body.of("return_logprob", place) else 0
         tokens = self._prompts[place]
         return [Question(rid=name, tokens=tokens, params=params, num_top=num_top, is_streamed=self.body.stream) for name in names]
+
+    def _require_own_rids(self) -> None:
+        repeated = [rid for rid, count in Counter(question.rid for question in self.questions).items() if count > 1]
+        if repeated:
+            raise PoisonSample(f"rid {repeated[0]!r} is given more than once; give every sample of a call a rid of its own")
 
     def input_scores(self) -> dict[int, list[Logprob]]:
         """Compute the prompts' own log-probabilities, by place, where they are wanted; called by the engine's thread."""

@@ -12,18 +12,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 
-from relax_events.broker.credentials import CREDENTIAL_VARIABLES
 from relax_events.broker.embedded.ports import HOST, choose_port
 from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
 from relax_events.engines.sglang import serve
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.errors import EnvironmentProblem
+from relax_events.pipeline.child_environment import child_environment
 
 MEMORY = Path("/dev/shm")  # noqa: S108 weights of one version for a process of ours, in memory where there is room
 ROOM = 3.0
 """Models that have to fit into memory: the version that is served, the next one, and one to spare."""
 LOG_NAME = "server.log"
 LOG_TAIL_BYTES = 4000
+SERVER_PREFIXES = ("CUDA_", "NCCL_", "SGLANG_", "SGL_", "TORCH", "PYTORCH_", "TRITON_", "FLASHINFER_")
+"""Of environment variables that a server reads."""
 CONTEXT_MARGIN = 16
 """Tokens that a server wants to have left above a request's own."""
 
@@ -34,6 +36,7 @@ class ServerProcess:
     def __init__(self, model: ModelFolder, folder: Path, *, config: EngineConfig, settings: ModelConfig) -> None:
         self._model, self._config, self._settings, self._folder = model, config, settings, folder
         self._process: subprocess.Popen[bytes] | None = None
+        self._shared_memory: set[Path] = set()
         self._port = choose_port()
         self.url = f"http://{HOST}:{self._port}"
 
@@ -44,13 +47,15 @@ class ServerProcess:
             EnvironmentProblem: The interpreter can't be run.
         """
         python = self._config.sglang.python or sys.executable
-        command = [python, "-P", serve.__file__, str(self._folder), *self._arguments(path, name)]
+        self._temporary = Path(mkdtemp(prefix="relax-sglang-"))
+        command = [python, "-P", serve.__file__, str(self._folder), str(self._temporary), *self._arguments(path, name)]
         try:
             with (self._folder / LOG_NAME).open("wb") as log:
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env=self._environment()
                 )
         except OSError as error:
+            self._temporary.rmdir()
             raise EnvironmentProblem(f"engine.sglang.python = {python!r} can't be run: {error}; name an interpreter that has SGLang") from error
 
     def ending(self) -> str | None:
@@ -63,15 +68,25 @@ class ServerProcess:
         """Return the end of the server's log."""
         return (self._folder / LOG_NAME).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
 
+    def note_shared_memory(self) -> None:
+        """Remember what shared memory a server that serves has, so that it can be deleted even where another process has killed the server."""
+        assert self._process is not None
+        self._shared_memory |= serve.shared_memory_of(self._process.pid)
+
     def kill(self) -> None:
-        """End the server with all its processes; nothing of it is worth saving."""
+        """End the server with all its processes, and delete its temporary files and shared memory; nothing of it is worth saving."""
         if self._process is not None:
+            self.note_shared_memory()
+            serve.end_processes(self._process.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             assert self._process.stdin is not None
             self._process.stdin.close()
             self._process = None
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            while self._shared_memory:
+                self._shared_memory.pop().unlink(missing_ok=True)
 
     def _arguments(self, path: Path, name: str) -> Sequence[str]:
         config = self._config
@@ -94,7 +109,7 @@ class ServerProcess:
         return [*(str(word) for flag in flags.items() for word in flag), *switches, *routing, *config.sglang.arguments]
 
     def _environment(self) -> dict[str, str]:
-        variables = {name: value for name, value in os.environ.items() if name not in CREDENTIAL_VARIABLES}
+        variables = child_environment(prefixes=SERVER_PREFIXES)
         if self._config.threads:
             variables["OMP_NUM_THREADS"] = str(self._config.threads)
         if self._settings.device == "cpu":

@@ -154,6 +154,8 @@ class Serving:
                 limit = f"engine.sglang.start_seconds = {self._config.start_seconds:g}"
                 raise EnvironmentProblem(f"the SGLang server at {self._client.url} was not ready within {limit}{said}")
             await asyncio.sleep(LOOK_SECONDS)
+        if self._process is not None:
+            self._process.note_shared_memory()
 
     async def _learn(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> None:
         self._fingerprints, unproven = Fingerprints.learnt(await self._client.checksums(), tensors, dtype=dtype)

@@ -10,10 +10,12 @@ from relax_events.errors import RewardError
 
 MAX_ANSWER_CHARACTERS = 2000
 THOUGHT_END = "</think>"
-ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+ANSWER_TAG, ANSWER_TAG_END = "<answer>", "</answer>"
 BOX = re.compile(r"\\(?:boxed|fbox)\b\s*")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 BARE = re.compile(r"[^\s$.,;]+")
+JOINS = re.compile(r"\b(?:and|or)\b|[,;]")
+MAX_TOUCHING, MAX_JOINED, MAX_BOXES = 10, 70, 50
 
 
 def final_text(completion: str) -> str:
@@ -23,8 +25,9 @@ def final_text(completion: str) -> str:
 
 def tagged_answer(text: str) -> str | None:
     """Return the content of the last `<answer>` tag, or None."""
-    found = ANSWER_TAG.findall(text)
-    return found[-1].strip() if found else None
+    before, end_tag, _ = text.rpartition(ANSWER_TAG_END)
+    _, tag, content = before.rpartition(ANSWER_TAG)
+    return content.strip() if tag and end_tag else None
 
 
 def last_box(text: str) -> str | None:
@@ -33,26 +36,67 @@ def last_box(text: str) -> str | None:
     Raises:
         RewardError: It is too long for an answer.
     """
-    box = None
-    for box in BOX.finditer(text):  # noqa: B007 the last one counts
-        pass
-    if box is None:
-        return None
-    if not text.startswith("{", box.end()):
-        bare = BARE.match(text, box.end())
-        return bare[0] if bare else None
-    return _braced(text, box.end())
+    boxes = last_boxes(text)
+    return boxes[-1] if boxes else None
 
 
-def _braced(text: str, start: int) -> str | None:
+def last_boxes(text: str) -> list[str]:
+    r"""Return the contents of the last `\boxed{}` and of those before it that belong to the same answer, in their order.
+
+    Boxes belong together where they touch, or where a comma, a semicolon, "and" or "or" in less than 70 characters joins them.
+    There are none where the last one is not closed.
+
+    Raises:
+        RewardError: A box is too long for an answer, or they are too many.
+    """
+    return _boxes(text, only_joined=True)
+
+
+def reference_boxes(text: str) -> list[str]:
+    """Return what a reference has boxed; where it is more than one answer, all of them are wanted.
+
+    Raises:
+        ValueError: Boxes far from each other hold different answers, so it is open which are wanted.
+    """
+    boxes = last_boxes(text)
+    if len(boxes) != len(every := _boxes(text, only_joined=False)):
+        said = ", ".join(every)
+        raise ValueError(f"the reference answer boxes {said:.80} far from each other; give the wanted answer alone, see data.answer_key")
+    return boxes
+
+
+def _boxes(text: str, *, only_joined: bool) -> list[str]:
+    found: list[str] = []
+    next_start = len(text)
+    for box in reversed(list(BOX.finditer(text))):
+        content, end = _content(text, box.end())
+        if content is None or end > next_start or (found and only_joined and not _are_joined(text[end:next_start])):
+            break
+        if content not in found:
+            found.append(content)
+        if len(found) > MAX_BOXES:
+            raise RewardError(f"the answer has more than {MAX_BOXES} boxes")
+        next_start = box.start()
+    return found[::-1]
+
+
+def _are_joined(between: str) -> bool:
+    return len(between) < MAX_TOUCHING or (len(between) < MAX_JOINED and JOINS.search(between) is not None)
+
+
+def _content(text: str, start: int) -> tuple[str | None, int]:
+    """Return what a box holds whose command ends here, and where the box ends."""
+    if not text.startswith("{", start):
+        bare = BARE.match(text, start)
+        return (bare[0], bare.end()) if bare else (None, start)
     depth = 0
     for found in BRACE.finditer(text, start):
         if found.start() - start > MAX_ANSWER_CHARACTERS:
             raise RewardError(f"the boxed answer is longer than {MAX_ANSWER_CHARACTERS} characters")
         depth += {"{": 1, "}": -1}.get(found[0], 0)
         if depth == 0:
-            return short_answer(text[start + 1 : found.start()])
-    return None
+            return short_answer(text[start + 1 : found.start()]), found.end()
+    return None, start
 
 
 def short_answer(text: str) -> str:

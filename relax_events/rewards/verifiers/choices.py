@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import re
+import string
 from typing import Any
 
-from relax_events.rewards.declaring import declares
+from relax_events.rewards.declaring import Explanation, declares
 from relax_events.rewards.verifiers.answers import final_text, references, tagged_answer
 from relax_events.rewards.verifiers.text_match import squad_words
 
 LETTER_FORMS = (
-    re.compile(r"\\boxed\{\s*(?:\\(?:text|textbf|mathrm|mathbf)\{)?\s*\(?([A-Z])\)?\s*\}"),
+    re.compile(r"\\boxed\{\s*(?:\\(?:text|textbf|mathrm|mathbf)\{)?\s*\(?([A-Z])\)?\s*(?:[.:)]\s[^{}]*)?\}"),
     re.compile(r"<answer>\s*\(?([A-Z])\b", re.IGNORECASE),
-    re.compile(r"\b(?i:answer|choice|option)\b\W*(?:is\b\W*)?(?i:choice\b|option\b)?\W{0,4}([A-J])\b(?!['-])"),
-    re.compile(r"^\W*([A-J])(?:[).:]|\W*$)", re.MULTILINE),
+    re.compile(r"\b(?i:answer|choice|option)\b\W*(?:is\b\W*)?(?i:choice\b|option\b)?\W{0,4}([A-Z])\b(?!['-])"),
+    re.compile(r"\b([A-Z])\b\W{0,3}\s(?i:is|must be|seems)\s(?i:the )?(?i:correct|right|best)\b"),
+    re.compile(r"^[^\w\n]*([A-Z])(?:[).:]|[^\w\n]*$)", re.MULTILINE),
 )
 """From the plainest statement to the weakest; the last match of the first form that occurs counts."""
 LABEL_EDGES = "()[]{}.:,*\"' \t\n"
+
+
+def explain_gpqa(completion: str, *, answer: str, metadata: dict[str, Any], **_: Any) -> Explanation:
+    """Tell which letter the completion decides for."""
+    text, choices = final_text(completion), _choices_of(metadata)
+    named, wanted = chosen_letter(text, num_choices=len(choices)), right_letter(answer, metadata)
+    letter = named or _only_choice_in(text, choices)
+    place = "a letter" if named else "the text of a choice" if letter else "no choice"
+    return Explanation(answer=letter, place=place, why=f"it {'is' if letter == wanted else 'is not'} the right letter {wanted}")
 
 
 @declares(
@@ -25,22 +36,19 @@ LABEL_EDGES = "()[]{}.:,*\"' \t\n"
         "correct_letter": "the right letter; without it the reference answer must be one",
         "choices": "texts of the choices, A first; may be left out",
     },
+    explain=explain_gpqa,
 )
 def gpqa(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float:
     r"""Give 1 for the right letter after `</think>`, else 0.
 
-    The letter stands in a box, in an `<answer>` tag, behind "answer" or "option", or begins a line. Where there is none, the one
-    choice whose text occurs in the answer counts.
+    The letter stands in a box, in an `<answer>` tag, behind "answer" or "option", before "is correct", or begins a line. A letter without a
+    choice counts only where the metadata name no choices. Where there is none, the one choice whose text occurs in the answer counts.
 
     Raises:
         ValueError: Neither metadata nor the reference answer say which letter is right.
     """
-    choices = [str(choice) for choice in metadata.get("choices") or []]
-    wanted = str(metadata.get("correct_letter") or _letter_of(answer, choices)).strip(LABEL_EDGES).upper()
-    if not re.fullmatch("[A-Z]", wanted):
-        raise ValueError(f"the right letter must be one of A to Z, got {wanted!r:.40}; see metadata.correct_letter and data.answer_key")
-    text = final_text(completion)
-    return float((chosen_letter(text) or _only_choice_in(text, choices)) == wanted)
+    wanted = right_letter(answer, metadata)
+    return float(explain_gpqa(completion, answer=answer, metadata=metadata).answer == wanted)
 
 
 @declares(source="Answers inside of <answer> tags, as R1-style prompts ask for them")
@@ -58,12 +66,29 @@ def multiple_choice(completion: str, *, answer: str, metadata: dict[str, Any], p
     return float(given is not None and _label(given) in wanted)
 
 
-def chosen_letter(text: str) -> str | None:
-    """Return the letter that a text decides for, or None."""
+def chosen_letter(text: str, *, num_choices: int = 0) -> str | None:
+    """Return the letter that a text decides for, or None; letters beyond the number of choices are none, where it is known."""
+    known = string.ascii_uppercase[: num_choices or None]
     for form in LETTER_FORMS:
-        if found := form.findall(text):
-            return str(found[-1]).upper()
+        if found := [letter.upper() for letter in form.findall(text) if letter.upper() in known]:
+            return str(found[-1])
     return None
+
+
+def right_letter(answer: str, metadata: dict[str, Any]) -> str:
+    """Return the letter that metadata or the reference answer name.
+
+    Raises:
+        ValueError: Neither does.
+    """
+    wanted = str(metadata.get("correct_letter") or _letter_of(answer, _choices_of(metadata))).strip(LABEL_EDGES).upper()
+    if not re.fullmatch("[A-Z]", wanted):
+        raise ValueError(f"the right letter must be one of A to Z, got {wanted!r:.40}; see metadata.correct_letter and data.answer_key")
+    return wanted
+
+
+def _choices_of(metadata: dict[str, Any]) -> list[str]:
+    return [str(choice) for choice in metadata.get("choices") or []]
 
 
 def _label(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -11,7 +11,7 @@ import orjson
 from relax_events.errors import RewardError
 from relax_events.rewards.declaring import declares
 from relax_events.rewards.verifiers.answers import final_text
-from relax_events.rewards.verifiers.sandbox import Limits, Sandbox, Verdict, find_walls
+from relax_events.sandbox import Limits, Sandbox, Verdict, require_walls
 
 FENCE = re.compile(r"^```[ \t]*(\w*)[^\n]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 PYTHON = ("python", "python3", "py", "")
@@ -25,7 +25,11 @@ METADATA = {
 }
 
 
-@declares(source="The test forms of MBPP (arXiv 2108.07732) and APPS (arXiv 2105.09938)", metadata=METADATA, prepare=find_walls)
+def _require_walls(options: Mapping[str, Any]) -> None:
+    require_walls(allow_unprotected=options.get("allow_unprotected", False))
+
+
+@declares(source="The test forms of MBPP (arXiv 2108.07732) and APPS (arXiv 2105.09938)", metadata=METADATA, require=_require_walls)
 def code(
     completion: str,
     *,
@@ -36,6 +40,7 @@ def code(
     memory_bytes: int = 512 * 1024**2,
     partial: bool = False,
     limit_reward: float | None = None,
+    allow_unprotected: bool = False,
 ) -> dict[str, float]:
     """Give 1 when the last Python block of the completion passes all tests, else 0; with `partial` the share of tests it passes.
 
@@ -43,7 +48,10 @@ def code(
     a limit, or is killed, is a failure of scoring unless `limit_reward` says what it is worth. The components are `passed`, the
     share of tests, and `has_code`. Tests are found in the metadata, or as JSON of the same form in the reference answer.
 
+    Where this machine has no walls that keep a program from its files, network and processes, none is run; `allow_unprotected` accepts that.
+
     Raises:
+        EnvironmentProblem: There are no such walls.
         RewardError: The program ran into a limit.
         ValueError: The sample has no tests.
     """
@@ -51,7 +59,8 @@ def code(
     program = python_block(completion)
     if program is None:
         return {"reward": 0.0, "passed": 0.0, "has_code": 0.0}
-    with Sandbox(program, Limits(test_seconds, memory_bytes)) as sandbox:
+    walls = require_walls(allow_unprotected=allow_unprotected)
+    with Sandbox(program, Limits(test_seconds, memory_bytes), walls=walls) as sandbox:
         num_passed = _num_passed(sandbox, tests, stops_early=not partial)
     if num_passed is None:
         if limit_reward is None:

@@ -8,6 +8,7 @@ import random
 from functools import lru_cache
 from typing import Any
 
+from relax_events.config.addresses import is_in_clear
 from relax_events.errors import EnvironmentProblem, RewardError
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 8.0
@@ -44,8 +45,10 @@ async def post_json(
         token_variable: Name of the environment variable that holds the bearer token; empty sends none.
         pause_seconds: Before the second try.
     Raises:
-        RewardError: The service did not answer with JSON; the text says what it did at last.
+        RewardError: The service did not answer with JSON; the text says what it did at last. Or the token would leave this machine unencrypted.
     """
+    if token_variable and is_in_clear(url):
+        raise RewardError(f"the token in {token_variable} would be sent unencrypted to {url}; take an https address, or leave token_variable out")
     client, problem = _client(), ""
     headers = {"Authorization": f"Bearer {os.environ.get(token_variable, '')}"} if token_variable else {}
     for attempt in range(retries + 1):

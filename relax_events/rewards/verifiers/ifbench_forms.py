@@ -21,7 +21,8 @@ MIN_BRACKETS, MIN_QUOTES = 5, 3
 MIN_AFRICAN_COUNTRIES = 52
 NAPOLEON_YEARS = range(1769, 1822)
 LETTERED = re.compile(r"\W*a\W*b\W*c\W*", re.IGNORECASE)
-ITALIC = re.compile(r"<(i|em)>(.*?)</\1>(.*)", re.DOTALL)
+ITALIC_TAGS = ("i", "em")
+PICTOGRAPHS_BEHIND = re.compile(r"(?<![.!?])([.!?]++)(\s*+)([^\w\s.,;:!?'\"]++)")
 QUESTION = re.compile(r"\n*Question \d+[.|):;]?\s*")
 CHOICE = re.compile(r"[A-Ea-e][.|)]\s*\w+")
 SPECIAL = re.compile(r"[^\d\w\s]")
@@ -102,8 +103,7 @@ def ends_sentences_with_emoji(response: str) -> bool:
 
 def _with_what_follows(text: str) -> list[str]:
     """Return the sentences, each with the pictographs behind its end mark."""
-    moved = re.sub(r"([.!?]+)(\s*)([^\w\s.,;:!?'\"]+\ufe0f?)", r"\3\1 ", text)
-    return sentences_of(moved)
+    return sentences_of(PICTOGRAPHS_BEHIND.sub(r"\3\1 ", text))
 
 
 @instruction("format:line_indent")
@@ -130,8 +130,13 @@ def has_separators(response: str, *, sep: str) -> bool:
 @instruction("format:thesis")
 def has_italic_thesis(response: str) -> bool:
     """Something in italics, by HTML, is followed by something else."""
-    found = ITALIC.search(response)
-    return found is not None and bool(found[2].strip()) and bool(found[3].strip())
+    opened = {tag: response.find(f"<{tag}>") for tag in ITALIC_TAGS}
+    closed = {tag: response.find(f"</{tag}>", start) for tag, start in opened.items() if start >= 0}
+    tag = min((tag for tag, end in closed.items() if end >= 0), key=opened.__getitem__, default=None)
+    if tag is None:
+        return False
+    thesis = response[opened[tag] + len(f"<{tag}>") : closed[tag]]
+    return bool(thesis.strip()) and bool(response[closed[tag] + len(f"</{tag}>") :].strip())
 
 
 @instruction("format:sub-bullets")

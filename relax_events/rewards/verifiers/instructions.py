@@ -18,13 +18,11 @@ Check = Callable[..., bool]
 INSTRUCTIONS: dict[str, Check] = {}
 WORD = re.compile(r"\w+")
 CASED_WORD = re.compile(r"[^\W\d_][\w'-]*")
-SENTENCE_END = re.compile(r"[.!?]+[\"')\]]*(?=\s|$)")
+SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++[\"')\]]*+(?=\s|$)")
 ABBREVIATION = re.compile(r"(?:\b(?:mr|mrs|ms|dr|prof|st|vs|etc|e\.g|i\.e|jr|sr|inc|ltd|co|no|fig)|\b[A-Z])\.$", re.IGNORECASE)
-BULLET = re.compile(r"^\s*(?:\*[^*]|-).*$", re.MULTILINE)
 HIGHLIGHT = re.compile(r"\*\*([^\n*]*)\*\*|\*([^\n*]*)\*")
-PLACEHOLDER = re.compile(r"\[.*?\]")
-TITLE = re.compile(r"<<([^\n]+)>>")
-FENCED = re.compile(r"\A```(?:json)?\s*(.*?)\s*```\Z", re.DOTALL | re.IGNORECASE)
+BULLET = re.compile(r"[ \t\r\f\v]*+(?:\*(?!\*)|-)")
+FENCE, FENCE_LANGUAGE = "```", "json"
 CONSTRAINED_RESPONSES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 FIRST_WORD_EDGES = "'\""
 
@@ -140,7 +138,14 @@ def nth_paragraph_begins_with(response: str, *, num_paragraphs: int, nth_paragra
 @instruction("detectable_content:number_placeholders")
 def has_placeholders(response: str, *, num_placeholders: int) -> bool:
     """At least so many placeholders in square brackets occur."""
-    return len(PLACEHOLDER.findall(response)) >= num_placeholders
+    return sum(_num_bracketed(line) for line in response.split("\n")) >= num_placeholders
+
+
+def _num_bracketed(line: str) -> int:
+    num_found = start = 0
+    while (start := line.find("[", start)) >= 0 and (end := line.find("]", start)) >= 0:
+        num_found, start = num_found + 1, end
+    return num_found
 
 
 @instruction("detectable_content:postscript")
@@ -154,7 +159,7 @@ def has_postscript(response: str, *, postscript_marker: str) -> bool:
 @instruction("detectable_format:number_bullet_lists")
 def has_bullets(response: str, *, num_bullets: int) -> bool:
     """Exactly so many lines are bullets, `* ` or `- `."""
-    return len(BULLET.findall(response)) == num_bullets
+    return sum(BULLET.match(line) is not None for line in response.split("\n")) == num_bullets
 
 
 @instruction("detectable_format:constrained_response")
@@ -178,10 +183,13 @@ def has_sections(response: str, *, section_spliter: str, num_sections: int) -> b
 @instruction("detectable_format:json_format")
 def is_json(response: str) -> bool:
     """The whole response is JSON, a fence around it aside."""
-    fenced = FENCED.match(response.strip())
+    text = response.strip()
+    if len(text) >= 2 * len(FENCE) and text.startswith(FENCE) and text.endswith(FENCE):
+        text = text[len(FENCE) : -len(FENCE)]
+        text = text[len(FENCE_LANGUAGE) :] if text.lower().startswith(FENCE_LANGUAGE) else text
     try:
-        json.loads(fenced[1] if fenced else response.strip())
-    except ValueError:
+        json.loads(text.strip())
+    except (ValueError, RecursionError):  # what nests deeper than Python reads is not taken for JSON
         return False
     return True
 
@@ -189,7 +197,8 @@ def is_json(response: str) -> bool:
 @instruction("detectable_format:title")
 def has_title(response: str) -> bool:
     """A title stands in double angular brackets."""
-    return any(title.strip("<> ") for title in TITLE.findall(response))
+    lines = (line[line.find("<<") : max(line.rfind(">>"), 0)] for line in response.split("\n") if "<<" in line)
+    return any(title.strip("<> ") for title in lines)
 
 
 @instruction("combination:two_responses")

@@ -8,69 +8,102 @@ from typing import Any
 from relax_events.rewards.declaring import declares
 from relax_events.rewards.verifiers.answers import THOUGHT_END, final_text, last_box, references, short_answer, tagged_answer
 from relax_events.rewards.verifiers.math_equality import are_equal, tidy, warm_up
-from relax_events.rewards.verifiers.text_match import FINAL_ANSWER_MARK
+from relax_events.rewards.verifiers.math_finding import MathFinding, find_answer, find_boxed, reference_text
 
 PACKAGES = ("math-verify", "latex2sympy2-extended", "sympy")
 RESPONSE_MARK = "### Response"
 TAIL_CHARACTERS = 300
-ANSWER_LINE = re.compile(r"answer\s*:[ \t]*([^\n]+)", re.IGNORECASE)
+ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+DOLLARS = re.compile(r"\$([^$]+)\$")
 STATED = re.compile(r"(?:final answer|answer)\s*(?:is|:|=)\s*([^\n]+?)\s*(?:\.\s|\.?$)", re.IGNORECASE | re.MULTILINE)
 INLINE_MATH = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 LAST_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 UNITS = re.compile(r"\\%|%|\\?\$|\b(?:degrees?|units?|dollars?|cents?|cm|meters?|feet|inches|hours?|minutes?|seconds?|points?)\b")
 THINK_THEN_ANSWER = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
-THINK_THEN_BOX = re.compile(r"\s*<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
-@declares(source="math-verify's rules of equality, github.com/huggingface/math-verify", packages=PACKAGES, prepare=warm_up)
+def find_math(completion: str, *, answer: str, box_only: bool = False, **_: Any) -> MathFinding:
+    """Judge the final answer behind the reasoning."""
+    text = final_text(completion)
+    return find_boxed(text, answer) if box_only else find_answer(text, answer)
+
+
+def find_after_reasoning(completion: str, *, answer: str, **_: Any) -> MathFinding:
+    """Judge the last box behind a mark that ends the reasoning."""
+    for mark in (THOUGHT_END, RESPONSE_MARK, RESPONSE_MARK.replace(" ", "")):
+        found, text = completion.rpartition(mark)[1:]
+        if found:
+            return find_boxed(text, answer)
+    return MathFinding(answer=None, place="no answer", why=f"the reasoning has no end, {THOUGHT_END} or {RESPONSE_MARK}", is_right=False)
+
+
+def find_last_box(completion: str, *, answer: str, **_: Any) -> MathFinding:
+    """Judge the last box of all."""
+    return find_boxed(completion, answer)
+
+
+def find_answer_line(completion: str, *, answer: str, **_: Any) -> MathFinding:
+    """Judge the last line "Answer:" as text."""
+    lines = ANSWER_LINE.findall(completion[-TAIL_CHARACTERS:])
+    given, wanted = _bare(lines[-1]) if lines else None, [_bare(one) for one in references(answer)]
+    if given is None:
+        return MathFinding(answer=None, place="no answer", why=f"no line 'Answer:' in the last {TAIL_CHARACTERS} characters", is_right=False)
+    is_right = given in wanted
+    why = f"it {'is' if is_right else 'is not'} {' or '.join(repr(one) for one in wanted):.200}"
+    return MathFinding(answer=given, place="the last line 'Answer:'", why=why, is_right=is_right)
+
+
+@declares(source="math-verify's rules of equality, github.com/huggingface/math-verify", packages=PACKAGES, prepare=warm_up, explain=find_math)
 def math(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str, box_only: bool = False) -> float:
     r"""Give 1 when the final answer equals a reference in mathematics, else 0.
 
-    The final answer is the last box; where there is none, what follows "answer is", the last formula, or the last number of the
-    last 300 characters. The references are one text or a JSON list of some, boxed or not.
+    The final answer is the last box, with those that "and", "or", a comma or a semicolon joins to it, or the later sentence "The final
+    answer is ... I hope it is correct"; where there is neither, what follows "answer is" or "answer:" in the last 1,000 characters,
+    and else the last formula or number that math-verify finds there. The references are one text or a JSON list of some, boxed or not,
+    in LaTeX or in the syntax of programs (`2*pi`, `x**2`, `1e4`). Of a reference with several boxes all are wanted, in any order.
     With `box_only` an answer outside of a box does not count.
+
+    The rules of equality are math-verify's: `50\%` equals 50, decimals agree to six digits, `32, 349` is two numbers and `32,349` is
+    one. Over math-verify's own tests two verdicts differ from its: a reference whose boxes stand far from each other is refused where
+    math-verify takes the last one, and `1 - \frac{1}{\mathrm{e}}` does not equal `1 + \frac{1}{\mathrm{e}}`, of which math-verify
+    reads the 1 alone.
+
+    Raises:
+        RewardError: The answer is too long, too deeply nested, or holds a number too large to be worked out.
+        ValueError: The sample has no reference answer, or one with several answers in boxes far from each other.
     """
-    text = final_text(completion)
-    given = last_box(text)
-    if given is None and not box_only:
-        given = _stated_answer(text[-TAIL_CHARACTERS:])
-    return _matches(given, answer)
+    return find_math(completion, answer=answer, box_only=box_only).reward
 
 
-@declares(source="DeepScaleR's reward, github.com/rllm-org/rllm", packages=PACKAGES, prepare=warm_up)
+@declares(source="DeepScaleR's reward, github.com/rllm-org/rllm", packages=PACKAGES, prepare=warm_up, explain=find_after_reasoning)
 def deepscaler(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float:
     r"""Give 1 when the last box after `</think>` (or `### Response`) equals a reference in mathematics, else 0.
 
     Without such a mark the reasoning has not ended, and the reward is 0.
     """
-    for mark in (THOUGHT_END, RESPONSE_MARK, RESPONSE_MARK.replace(" ", "")):
-        _, found, text = completion.rpartition(mark)
-        if found:
-            return _matches(last_box(text), answer)
-    return 0.0
+    return find_after_reasoning(completion, answer=answer).reward
 
 
-@declares(source="DAPO (arXiv 2503.14476), section 2.4 and its data's answer format")
+@declares(source="DAPO (arXiv 2503.14476), section 2.4 and its data's answer format", explain=find_answer_line)
 def dapo_math(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str, wrong_reward: float = -1.0) -> dict[str, float]:
     """Give 1 for the reference answer behind the last "Answer:" of the last 300 characters, else `wrong_reward`.
 
-    Both are compared as text, without units and LaTeX's marks: the data's answers are integers. The component `accuracy` is 1 or 0.
+    Both are compared as text, without units and LaTeX's marks, of several words what stands in a box or between dollar signs: the data's
+    answers are integers. The component `accuracy` is 1 or 0.
     """
-    lines = ANSWER_LINE.findall(completion[-TAIL_CHARACTERS:])
-    given = _bare(lines[-1]) if lines else ""
-    is_right = any(given == _bare(wanted) for wanted in references(answer))
+    is_right = find_answer_line(completion, answer=answer).is_right
     return {"reward": 1.0 if is_right else wrong_reward, "accuracy": float(is_right)}
 
 
-@declares(source="Geometry3K with EasyR1's reward, github.com/hiyouga/EasyR1", packages=PACKAGES, prepare=warm_up)
+@declares(source="Geometry3K with EasyR1's reward, github.com/hiyouga/EasyR1", packages=PACKAGES, prepare=warm_up, explain=find_last_box)
 def geo3k(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str, format_weight: float = 0.1) -> dict[str, float]:
     r"""Give 0.9 for the right last box and 0.1 for the form `<think>...</think> ... \boxed{}`.
 
     The components are `accuracy` and `format`, each 1 or 0.
     """
-    accuracy = _matches(last_box(completion), answer)
-    form = float(THINK_THEN_BOX.fullmatch(completion) is not None)
+    accuracy = find_boxed(completion, answer).reward
+    form = float(_thinks_then_boxes(completion))
     return {"reward": (1.0 - format_weight) * accuracy + format_weight * form, "accuracy": accuracy, "format": form}
 
 
@@ -89,33 +122,21 @@ def openr1_multimodal(completion: str, *, answer: str, metadata: dict[str, Any],
     return {"accuracy": float(accuracy), "format": float(THINK_THEN_ANSWER.fullmatch(completion) is not None)}
 
 
-def _matches(given: str | None, answer: str) -> float:
-    wanted = [_reference(one) for one in references(answer)]
-    return float(given is not None and any(are_equal(given, one) for one in wanted))
-
-
-def _reference(text: str) -> str:
-    box = last_box(text)
-    return text.rpartition(FINAL_ANSWER_MARK)[2].strip() if box is None else box
-
-
 def _equals(given: str, wanted: str) -> bool:
     if given.casefold() == wanted.casefold():
         return True
     box = last_box(given)
-    return are_equal(short_answer(given) if box is None else box, _reference(wanted))
+    return are_equal(short_answer(given) if box is None else box, reference_text(wanted))
 
 
-def _stated_answer(text: str) -> str | None:
-    for form in (STATED, INLINE_MATH, LAST_NUMBER):
-        if found := form.findall(text):
-            last = found[-1] if isinstance(found[-1], str) else next(filter(None, found[-1]), "")
-            return last.strip()
-    return None
+def _thinks_then_boxes(text: str) -> bool:
+    opened, _, after = text.partition(THOUGHT_END)
+    return opened.lstrip().startswith("<think>") and "}" in after.partition(r"\boxed{")[2]
 
 
 def _bare(text: str) -> str:
     """Return an answer as DAPO compares it: the value alone."""
-    box = last_box(text)
-    value = tidy(UNITS.sub("", text if box is None else box)).rpartition("=")[2]
+    box, formula = last_box(text), DOLLARS.search(text)
+    said = box if box is not None else formula[1] if formula else text
+    value = tidy(UNITS.sub("", said)).rpartition("=")[2].strip("*_")
     return value.replace(",", "") if value.replace(",", "").lstrip("-").isdigit() else value

@@ -4,54 +4,70 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterable
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 from relax_events.errors import EnvironmentProblem, RewardError
 from relax_events.rewards.verifiers.answers import MAX_ANSWER_CHARACTERS
+from relax_events.rewards.verifiers.plain_syntax import plain_expression
 
 MAX_DEPTH = 30
 MAX_BITS = 10_000_000
+NO_SPACE = re.compile(r"\\!\s*")
+LISTED = re.compile(r",\s")
 NOISE = re.compile(r"\\(?:left|right|displaystyle|quad|qquad)(?![a-zA-Z])|\\[!,;:> $]|[$\s~]")
 DEGREES = re.compile(r"\^(?:\{\\circ\}|\\circ)|\\degree")
 FRACTION = re.compile(r"\\[dtc]?frac")
 SHORT_FRACTION = re.compile(r"\\frac(\d)(\d)")
 WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\{([^{}]*)\}")
+UPRIGHT_LETTER = re.compile(r"\\mathrm\{([a-zA-Z])\}")
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-PLAIN_NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)")
+DECIMAL_COMMA = re.compile(r"([-+]?\d+),(\d+)")
+PLAIN_NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?")
 PLAIN_FRACTION = re.compile(r"([-+]?)(?:\\frac\{([-+]?\d+)\}\{([-+]?\d+)\}|(\d+)/(\d+))")
 GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 def are_equal(given: str, wanted: str) -> bool:
-    """Tell whether an answer equals the reference, both in LaTeX or plain text.
+    """Tell whether an answer equals the reference, both in LaTeX, in the syntax of programs, or in words.
 
     Most answers are decided as text or as rational numbers, within microseconds; the others by math-verify, whose rules hold then:
     sets, intervals, matrices, equations, and decimals that agree to six digits.
 
     Raises:
-        RewardError: The answer is too long, nested too deeply, or holds too large a number to be compared: nobody knows if it is right.
+        RewardError: The answer is too long, nested too deeply, or holds too large a number to be compared, so it stays open whether it is right.
     """
     mine, other = tidy(given), tidy(wanted)
     if not mine or not other:
         return False
     if mine == other:
         return True
-    _require_decidable(mine)
-    numbers = plain_number(mine), plain_number(other)
-    if numbers[0] is not None and numbers[1] is not None and (numbers[0] == numbers[1] or "." not in mine + other):
-        return numbers[0] == numbers[1]
+    require_decidable(mine)
+    if (same := _are_equal_numbers(mine, other)) is not None:
+        return same
     return _are_equal_expressions(given, wanted)
+
+
+def _are_equal_numbers(mine: str, other: str) -> bool | None:
+    if (DECIMAL_COMMA.fullmatch(mine) is None) != (DECIMAL_COMMA.fullmatch(other) is None):
+        mine, other = DECIMAL_COMMA.sub(r"\1.\2", mine), DECIMAL_COMMA.sub(r"\1.\2", other)
+    numbers = plain_number(mine), plain_number(other)
+    if numbers[0] is None or numbers[1] is None or (numbers[0] != numbers[1] and "." in mine + other):
+        return None
+    return numbers[0] == numbers[1]
 
 
 @lru_cache(maxsize=4096)
 def tidy(text: str) -> str:
     r"""Return an answer without what does not matter: spaces, `$`, `\left`, sizes of fractions, text commands, degrees, a full stop."""
-    text = DEGREES.sub("", NOISE.sub("", text[: MAX_ANSWER_CHARACTERS + 1]))
+    text = NO_SPACE.sub("", text[: MAX_ANSWER_CHARACTERS + 1]).replace("{,}", ",")
+    is_list = LISTED.search(text) is not None
+    text = DEGREES.sub("", NOISE.sub("", text))
     text = SHORT_FRACTION.sub(r"\\frac{\1}{\2}", FRACTION.sub(r"\\frac", text))
     text = WRAPPED.sub(r"\1", text).rstrip(".")
-    if GROUPED.fullmatch(text):
+    if not is_list and GROUPED.fullmatch(text):
         text = THOUSANDS.sub("", text)
     return text.removeprefix("+")
 
@@ -88,23 +104,64 @@ def warm_up() -> None:
     _are_equal_expressions(r"\frac{x^{2}+1}{\sqrt{2}}", r"\left(1, \pi\right]")
 
 
+def equals_parsed(found: tuple[Any, ...], wanted: str) -> bool:
+    """Tell whether what math-verify has found in a completion, an expression and its text, equals a reference.
+
+    Raises:
+        RewardError: As in `are_equal`.
+    """
+    said = [tidy(part) for part in found if isinstance(part, str)]
+    return any(_are_equal_numbers(part, tidy(wanted)) for part in said) or _verify(parsed(wanted), found)
+
+
 @lru_cache(maxsize=4096)  # the samples of a prompt group give the same few answers
 def _are_equal_expressions(given: str, wanted: str) -> bool:
-    found, reference = _parsed(given), _parsed(wanted)
-    return bool(import_math_verify().verify(list(reference), list(found), timeout_seconds=None, raise_on_error=True))
+    return _verify(parsed(wanted), parsed(given))
+
+
+def _verify(wanted: tuple[Any, ...], found: tuple[Any, ...]) -> bool:
+    package = import_math_verify()
+    try:
+        return bool(package.verify(list(wanted), list(found), timeout_seconds=None, raise_on_error=True))
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # The border to math-verify and sympy, which raise at what they cannot compare, such as `x < 2` with `x \\neq 2`.
+        return not {part for part in wanted if isinstance(part, str)}.isdisjoint(part for part in found if isinstance(part, str))
 
 
 @lru_cache(maxsize=1024)
-def _parsed(text: str) -> tuple[Any, ...]:
+def parsed(text: str) -> tuple[Any, ...]:
+    """Return what an answer says in mathematics, and how it says so.
+
+    Raises:
+        RewardError: As in `are_equal`.
+    """
+    if (plain := plain_expression(text.strip("$ \n"))) is not None:
+        return checked((plain, text))
     package = import_math_verify()
     config = (package.LatexExtractionConfig(boxed_match_priority=0),)
-    parsed = tuple(package.parse(rf"\boxed{{{text}}}", config, parsing_timeout=None, raise_on_error=True))
-    for expression in parsed:
+    return checked(package.parse(rf"\boxed{{{readable(text)}}}", config, parsing_timeout=None, raise_on_error=True))
+
+
+def readable(text: str) -> str:
+    r"""Return LaTeX with what math-verify's grammar lacks in words that it has: `\bmod`, `\mathrm{e}`."""
+    return UPRIGHT_LETTER.sub(r"\1", text.replace(r"\bmod", r"\mod"))
+
+
+def checked(expressions: Iterable[Any]) -> tuple[Any, ...]:
+    """Return expressions as they are.
+
+    Raises:
+        RewardError: One holds a number too large to be worked out.
+    """
+    kept = tuple(expressions)
+    for expression in kept:
         _num_bits(expression)
-    return parsed
+    return kept
 
 
-def _require_decidable(text: str) -> None:
+def require_decidable(text: str) -> None:
+    """Raise a RewardError for an answer that is too long or nested too deeply to be compared."""
     if len(text) > MAX_ANSWER_CHARACTERS:
         raise RewardError(f"the answer is longer than {MAX_ANSWER_CHARACTERS} characters")
     depth = deepest = 0

@@ -8,7 +8,7 @@ from collections import Counter
 from decimal import Decimal
 from typing import Any
 
-from relax_events.rewards.declaring import declares
+from relax_events.rewards.declaring import Explanation, declares
 from relax_events.rewards.verifiers.answers import final_text, references, tagged_answer
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
@@ -23,7 +23,18 @@ def exact_match(completion: str, *, answer: str, metadata: dict[str, Any], promp
     return float(completion.strip() == answer.strip())
 
 
-@declares(source="Training Verifiers to Solve Math Word Problems (arXiv 2110.14168): final answers after ####")
+def explain_gsm8k(completion: str, *, answer: str, **_: Any) -> Explanation:
+    """Tell which number was compared."""
+    wanted, given = final_number(answer), final_number(completion)
+    place = f"behind {FINAL_ANSWER_MARK}" if FINAL_ANSWER_MARK in completion else "the last number"
+    return Explanation(
+        answer=None if given is None else str(given),
+        place="no number" if given is None else place,
+        why="the reference answer has no number" if wanted is None else f"it {'is' if given == wanted else 'is not'} {wanted}",
+    )
+
+
+@declares(source="Training Verifiers to Solve Math Word Problems (arXiv 2110.14168): final answers after ####", explain=explain_gsm8k)
 def gsm8k(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float:
     """Give 1 for the right final number, else 0.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
-from relax_events.plugins import TRACKERS, find_plugin
+from relax_events.plugins import TRACKERS, find_plugin, missing_import
 from relax_events.telemetry.feed import Feed
 from relax_events.telemetry.trackers.memory import Memory
 from relax_events.telemetry.trackers.protocol import Figures, Tracker
@@ -34,12 +34,27 @@ class TrackerWriter:
             self._tracker.close()
 
 
-def feed_tracker(
-    name: str, open_tracker: Callable[[Memory], Tracker], *, memory: Memory, failed: Callable[[str], None]
-) -> Feed[Figures]:
+def feed_tracker(name: str, open_tracker: Callable[[Memory], Tracker], *, memory: Memory, failed: Callable[[str], None]) -> Feed[Figures]:
     """Begin to feed a tracker; see `Feed` and `TrackerWriter`."""
     writer = TrackerWriter(open_tracker, memory)
     return Feed(name, writer.write, close=writer.close, failed=failed)
+
+
+def require_trackers(config: RunConfig) -> str:
+    """Return the trackers of a run file, once all are there with the packages that they import; none is loaded, which takes seconds.
+
+    Raises:
+        ConfigError: There is none of such a name, or what it needs is not installed.
+    """
+    for name in config.telemetry.trackers:
+        plugin = find_plugin(TRACKERS, name, what=f"telemetry.trackers: {name!r}")
+        if (package := missing_import(plugin)) is not None:
+            raise _needs(name, package)
+    return ", ".join(config.telemetry.trackers) or "none"
+
+
+def _needs(name: str, package: str | None) -> ConfigError:
+    return ConfigError(f"telemetry.trackers: {name!r} needs {package}; pip install 'relax-events[trackers]', or leave it out")
 
 
 def open_feeds(config: RunConfig, *, failed: Callable[[str], None]) -> list[Feed[Figures]]:
@@ -56,6 +71,6 @@ def _open_feed(name: str, config: RunConfig, *, failed: Callable[[str], None]) -
     try:
         kind: type[Tracker] = plugin.load()
     except ImportError as error:
-        raise ConfigError(f"telemetry.trackers: {name!r} needs {error.name}; pip install 'relax-events[trackers]', or leave it out") from None
+        raise _needs(name, error.name) from None
     memory = Memory(config.run_directory / "trackers" / f"{name.rpartition(':')[2]}.json")
     return feed_tracker(name, lambda memory: kind(config, memory), memory=memory, failed=failed)

@@ -12,17 +12,14 @@ from relax_events.telemetry.trackers.protocol import MICROS, Figures
 
 
 class TensorBoardTracker:
-    """Writes `<run>/tensorboard` anew from the log at each start, since what lies in event files can't be added to."""
+    """Writes a file of events into `<run>/tensorboard`; each process of the metrics role adds one of its own, and TensorBoard reads all."""
 
-    remembers = False
+    remembers = True
 
     def __init__(self, config: RunConfig, memory: Memory) -> None:
-        """Take away what an earlier process wrote, and begin a file."""
+        """Begin a file."""
         del memory
-        folder = config.run_directory / "tensorboard"
-        for former in folder.glob("events.out.tfevents.*"):
-            former.unlink()
-        self._writer = EventFileWriter(str(folder))
+        self._writer = EventFileWriter(str(config.run_directory / "tensorboard"))
 
     def write(self, figures: Figures) -> None:
         """Write a scalar for each figure, as `series/name`."""

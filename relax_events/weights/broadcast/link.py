@@ -82,8 +82,8 @@ class EngineLink:
     def hang_up(self) -> None:
         """End it, from any thread."""
         self._line.hang_up()
-        if self._pair is not None:
-            self._pair.abort()
+        if (pair := self._pair) is not None:
+            pair.abort()
 
     def _run(self) -> None:
         try:
@@ -103,8 +103,9 @@ class EngineLink:
             log.warning("broadcast.lost", worker=self.worker_id, policy_version=version, error=str(error))
         finally:
             self.sending = None
-            if self._pair is not None:
-                self._pair.abort()
+            pair, self._pair = self._pair, None  # whose port is free as soon as nobody holds it
+            if pair is not None:
+                pair.abort()
             self._owner.forget(self)
 
     def _join(self) -> None:

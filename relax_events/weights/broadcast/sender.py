@@ -18,6 +18,7 @@ from contextlib import suppress
 
 import structlog
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from relax_events.broker.deadline import Deadline
 from relax_events.config import WeightsConfig
@@ -68,7 +69,7 @@ class Broadcaster:
         self._is_closed = False
         meeting = listening_socket(config.host)
         self.meeting_port: int = meeting.getsockname()[1]
-        self._meetings = host_meetings(meeting, timeout_seconds=config.deadline_seconds)
+        self._meetings: Store | None = host_meetings(meeting, timeout_seconds=config.deadline_seconds)
         self._lock, self._telling = threading.Lock(), threading.Lock()
         self._links: list[EngineLink] = []
         self._enlisted: list[EngineLink] = []
@@ -131,6 +132,7 @@ class Broadcaster:
             link.hang_up()
         for link in links:
             link.thread.join(deadline.remaining_seconds)
+        self._meetings = None  # its port is free as soon as nobody holds it
 
     def _take_in(self) -> None:
         while True:

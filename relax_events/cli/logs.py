@@ -1,0 +1,53 @@
+"""`relax logs`: what the workers of a run wrote into their logs, readable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+
+def logs(
+    run: str,
+    *workers: str,
+    follow: Annotated[bool, Parameter(name=["--follow", "-f"], negative="")] = False,
+    level: Literal["debug", "info", "warning", "error"] = "info",
+    lines: Annotated[int, Parameter(name=["--lines", "-n"])] = 0,
+    directory: Path = Path(".relax"),
+    output: Literal["table", "json"] = "table",
+) -> None:
+    """Show the logs of a run's workers on this machine, in order of time.
+
+    Example: relax logs quickstart trainer-0 --level warning --follow
+
+    Args:
+        run: Id of the run, or its run file.
+        workers: Whose logs: ids such as `trainer-0`, roles such as `rollout`, `run` for `relax run` itself; none stands for all.
+        follow: Go on with what is written from now on, until Ctrl-C.
+        level: Leave out less severe log events; tracebacks and what functions print stay.
+        lines: Only so many of the last lines; 0 stands for all.
+        directory: Where runs keep their files, unless a run file says it.
+        output: Lines to read, or JSON for programs, one document a line.
+    """
+    from collections import deque
+    from dataclasses import asdict
+
+    import orjson
+
+    from relax_events.cli.looking import reader_may_leave, run_folder
+    from relax_events.control.worker_logs import LogLine, LogTail, log_files, read_lines, severe
+
+    def show(line: LogLine) -> None:
+        print(orjson.dumps(asdict(line)).decode() if output == "json" else line, flush=follow)
+
+    folder = run_folder(run, directory) / "logs"
+    files = log_files(folder, workers)
+    tail = LogTail(folder, workers) if follow else None
+    with reader_may_leave():
+        written = severe(read_lines(files, ends=tail.ends if tail else None), level)
+        for line in deque(written, maxlen=lines) if lines else written:
+            show(line)
+        if tail is not None:
+            for line in severe(tail.lines(), level):
+                show(line)

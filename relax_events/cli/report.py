@@ -1,0 +1,39 @@
+"""`relax report`: the report of a run, from its log."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+
+def report(config: Path, *overrides: str) -> int:
+    """Write report.html and report.json of a run from its log, at any time: also of one that was killed; exit code 6 when a promise is broken.
+
+    Example: relax report configs/quickstart.toml
+
+    `relax run` writes them at its end, whatever ended it. Both files lie in the run's folder.
+
+    Args:
+        config: The run file, TOML.
+        overrides: section.key=value, laid over the run file.
+    """
+    from relax_events.config import load_run_config
+    from relax_events.control.address import attached, open_admin, require_run
+    from relax_events.control.defaults import settled
+    from relax_events.control.report.making import remake_report
+    from relax_events.control.resuming import known_settings, read_last_session
+    from relax_events.control.runs.replay import settle_source
+    from relax_events.topics import TopicPlan
+
+    with attached(load_run_config(config, overrides), by="relax report") as settings:
+        with closing(open_admin(settings, name="report")) as admin:
+            require_run(settings, admin.topics(TopicPlan.of(settings).topic("")))
+        settings = settle_source(settings)
+        settings, _ = settled(settings, known=known_settings(settings, read_last_session(settings)))
+        written, ledger = remake_report(settings)
+    outcome = "reached its goal" if written["succeeded"] else "did not reach its goal"
+    print(f"run {written['run_id']} {outcome} at step {written['steps']} of {written['num_steps']}: {written['reason']}")
+    print(settings.run_directory / "report.html")
+    for problem in ledger.problems():
+        print(f"BROKEN  {problem}")
+    return 6 if ledger.problems() else 0

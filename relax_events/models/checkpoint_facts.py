@@ -1,0 +1,108 @@
+"""What a checkpoint is, read from its `config.json` and the headers of its files: no weights are loaded, and no torch."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from relax_events.config.facts import CheckpointFacts
+from relax_events.config.generation import TinyModelConfig
+from relax_events.errors import ConfigError
+from relax_events.models.settings_file import read_settings, text_of, thinker_of
+
+DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16", "F32": "float32", "BF16": "bfloat16", "F16": "bfloat16"}
+"""By name in `config.json` and in headers, what a run computes in; float16 has no room for gradients."""
+DEFAULT_POSITIONS = 4096
+MAX_HEADER_BYTES = 100_000_000
+TINY_HEAD_DIM, TINY_POSITIONS, TINY_EXPERTS_PER_TOKEN, TINY_EXPERT_SIZE = 16, 4096, 2, 32
+
+
+def read_facts(path: Path) -> CheckpointFacts:
+    """Read what a checkpoint in Hugging Face layout is.
+
+    Raises:
+        ConfigError: `config.json` or a file's header can't be read, or names no sizes; the text names the file.
+    """
+    whole = read_settings(path / "config.json")
+    config = text_of(whole)
+    try:
+        hidden, num_heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        known = CheckpointFacts(
+            dtype="float32",
+            num_parameters=0,
+            vocab_size=int(config["vocab_size"]),
+            hidden_size=hidden,
+            num_layers=int(config["num_hidden_layers"]),
+            num_heads=num_heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+            head_dim=int(config.get("head_dim") or hidden // num_heads),
+            mlp_size=_mlp_size(config),
+            max_position_embeddings=int(config.get("max_position_embeddings") or DEFAULT_POSITIONS),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path / 'config.json'} does not say what the model is: {error}; take the model's folder as it was published") from None
+    counts = _parameters(path, prefix="thinker." if "thinker_config" in whole else "")
+    named = next((str(name) for part in (config, thinker_of(whole), whole) if (name := part.get("dtype") or part.get("torch_dtype"))), None)
+    commonest = counts.most_common(1)[0][0] if counts else "F32"
+    return replace(known, dtype=DTYPES.get(named or commonest, "float32"), num_parameters=counts.total() or _estimate(known, config))
+
+
+def tiny_facts(tiny: TinyModelConfig) -> CheckpointFacts:
+    """Return what a model will be that is yet to be made; its number of parameters is near enough."""
+    num_heads = tiny.hidden_size // TINY_HEAD_DIM
+    mlp = TINY_EXPERTS_PER_TOKEN * TINY_EXPERT_SIZE if "moe" in tiny.family else 2 * tiny.hidden_size
+    known = CheckpointFacts(
+        dtype="float32",
+        num_parameters=0,
+        vocab_size=tiny.vocab_size,
+        hidden_size=tiny.hidden_size,
+        num_layers=tiny.num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads // 2,
+        head_dim=TINY_HEAD_DIM,
+        mlp_size=mlp,
+        max_position_embeddings=TINY_POSITIONS,
+    )
+    return replace(known, dtype="float32", num_parameters=_estimate(known, {}))
+
+
+def _mlp_size(config: Mapping[str, Any]) -> int:
+    """Return the width of the feed-forward part that one token goes through; of a mixture that of the experts chosen for it."""
+    if experts := int(config.get("num_experts_per_tok") or 0):
+        return experts * int(config["moe_intermediate_size"]) + int(config.get("shared_expert_intermediate_size") or 0)
+    return int(config["intermediate_size"])
+
+
+def _parameters(path: Path, *, prefix: str) -> Counter[str]:
+    """Return the number of parameters by type, as the headers of the files say."""
+    counts: Counter[str] = Counter()
+    for file in sorted(path.glob("*.safetensors")):
+        for name, tensor in _header(file):
+            if name.startswith(prefix):
+                counts[str(tensor["dtype"])] += prod(tensor["shape"])
+    return counts
+
+
+def _header(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            tree = orjson.loads(opened.read(min(length, MAX_HEADER_BYTES)))
+        yield from ((name, tensor) for name, tensor in tree.items() if name != "__metadata__")
+    except (OSError, ValueError, struct.error, AttributeError) as error:
+        raise ConfigError(f"{file} is no safetensors file: {error}; take the model's folder as it was published") from None
+
+
+def _estimate(known: CheckpointFacts, config: Mapping[str, Any]) -> int:
+    """Return about how many parameters a model of these sizes has, where there are no files to count."""
+    hidden, attended = known.hidden_size, (2 * known.num_heads + 2 * known.num_kv_heads) * known.head_dim
+    mlp = int(config.get("num_experts") or 0) * int(config.get("moe_intermediate_size") or 0) or known.mlp_size
+    heads = 1 if config.get("tie_word_embeddings", True) else 2
+    return heads * known.vocab_size * hidden + known.num_layers * hidden * (attended + 3 * mlp)

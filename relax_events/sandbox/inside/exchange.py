@@ -1,0 +1,190 @@
+"""Messages between the process that holds a solution and the one that holds the tests: each may call objects of the other."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from typing import IO, Any
+
+from values import MUTABLE, decode, encode, replace  # started as a file: siblings lie beside it
+
+MAX_MESSAGE_BYTES = 64 * 1024**2
+
+
+class Gone(BaseException):
+    """The other process is gone, or says what is no message. No `except Exception` of a test may pass it over."""
+
+    exit_code = 78
+
+
+class Exchange(ABC):
+    """One end of two pipes. A call waits for its answer, and serves the other side's calls meanwhile."""
+
+    def __init__(self, requests: IO[bytes], answers: IO[bytes], *, serves: Collection[str]) -> None:
+        """Nothing is sent yet.
+
+        Args:
+            requests: Read from.
+            answers: Written to.
+            serves: Operations that the other side may ask for. The side of the tests lets its functions be called, and nothing else:
+                from an attribute of a function a solution would get at everything.
+        """
+        self._serves = {name: OPERATIONS[name] for name in serves}
+        self._read, self._write = requests, answers
+        self._kept: dict[int, Any] = {}
+        self._numbers: dict[int, int] = {}
+        self._stand_ins: dict[int, int] = {}
+
+    @abstractmethod
+    def stand_in(self, number: int, told: dict[str, Any]) -> Any:
+        """Return what stands here for an object of the other side, by its number and what is told of it."""
+
+    @abstractmethod
+    def error(self, told: dict[str, Any]) -> BaseException:
+        """Return the exception for one that was raised over there."""
+
+    def call(self, operation: str, number: int, *arguments: Any, **named: Any) -> Any:
+        """Have the other side do something with an object of its own, and return what comes of it.
+
+        Raises:
+            Gone: The other side ended.
+        """
+        self.send({"do": operation, "with": number, "arguments": self.encoded(arguments), "named": self.encoded(named)})
+        while True:
+            message = self.receive()
+            if "do" in message:
+                self.serve(message)
+                continue
+            if "raised" in message:
+                self._take_changes(arguments, message)
+                raise self.error(self._checked(dict, message["raised"]))
+            returned = self._checked(self.decoded, message.get("returned"))
+            self._take_changes(arguments, message)
+            return returned
+
+    def _take_changes(self, arguments: Sequence[Any], message: dict[str, Any]) -> None:
+        """Make mutable arguments what the call has made of them."""
+        for old, new in zip(arguments, self._checked(list, message.get("changed", ())), strict=False):
+            if new is not None:
+                replace(old, self._checked(self.decoded, new))
+
+    def _checked(self, make: Callable[[Any], Any], data: Any) -> Any:
+        """Return what is made of something that came from the other side, which may be anything."""
+        try:
+            return make(data)
+        except (ArithmeticError, AttributeError, ImportError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise Gone("it says what is no message") from error
+
+    def serve(self, message: dict[str, Any]) -> None:
+        """Answer one call of the other side's."""
+        target, operation, arguments, named = self._checked(self._asked, message)
+        try:
+            answer: dict[str, Any] = {"returned": self.encoded(operation(target, *arguments, **named))}
+        except BaseException as error:
+            answer = {"raised": description(error)}
+        answer["changed"] = [self.encoded(one) if type(one) in MUTABLE else None for one in arguments]
+        self.send(answer)
+
+    def _asked(self, message: dict[str, Any]) -> tuple[Any, Callable[..., Any], list[Any], dict[str, Any]]:
+        target, operation = self._kept[message["with"]], self._serves[message["do"]]
+        return target, operation, list(self.decoded(message["arguments"])), dict(self.decoded(message["named"]))
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Write one message."""
+        try:
+            self._write.write(json.dumps(message).encode() + b"\n")
+            self._write.flush()
+        except (OSError, ValueError) as error:
+            raise Gone("it is gone") from error
+
+    def receive(self) -> dict[str, Any]:
+        """Read one message."""
+        line = self._read.readline(MAX_MESSAGE_BYTES)
+        try:
+            message = json.loads(line) if line.endswith(b"\n") else None
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            raise Gone("it is gone, or says what is no message")
+        return message
+
+    def keep(self, value: Any) -> int:
+        """Keep an object, and return the number by which the other side may use it."""
+        number = self._numbers.get(id(value))
+        if number is None:
+            number = self._numbers[id(value)] = len(self._kept)
+            self._kept[number] = value
+        return number
+
+    def stands_for(self, stand_in: Any, number: int) -> None:
+        """Note which object of the other side something stands for, so that it is sent back as that."""
+        self._stand_ins[id(stand_in)] = number
+        self.keep(stand_in)
+
+    def encoded(self, value: Any) -> Any:
+        """Return JSON for a value."""
+        return encode(value, self._refer)
+
+    def _refer(self, value: Any) -> list[Any]:
+        if (number := self._stand_ins.get(id(value))) is not None:
+            return ["yours", number]
+        kind = value if isinstance(value, type) else type(value)
+        told = {"type": kind.__name__, "is_class": isinstance(value, type), "is_callable": callable(value)}
+        if isinstance(value, type) and issubclass(value, BaseException):
+            told["raises"] = builtin_name(value)
+        return ["mine", self.keep(value), told]
+
+    def decoded(self, data: Any) -> Any:
+        """Return the value that JSON stands for."""
+        return decode(data, self._resolve)
+
+    def _resolve(self, data: list[Any]) -> Any:
+        if data[0] == "yours":
+            return self._kept[data[1]]
+        if data[0] == "mine":
+            return self.stand_in(int(data[1]), dict(data[2]))
+        raise ValueError(f"{data[0]!r} is no kind of value")
+
+
+def description(error: BaseException) -> dict[str, Any]:
+    """Tell of an exception: its name, the builtin one that it is a kind of, its text."""
+    try:
+        text = str(error)
+    except Exception as failed:
+        text = f"(its text raised {type(failed).__name__})"
+    return {"name": type(error).__name__, "builtin": builtin_name(type(error)), "text": text[:2000]}
+
+
+def builtin_name(kind: type) -> str:
+    """Return the name of the first builtin exception among an exception's classes."""
+    return next((base.__name__ for base in kind.__mro__ if base.__module__ == "builtins"), "Exception")
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": lambda target, *arguments, **named: target(*arguments, **named),
+    "get": getattr,
+    "set": setattr,
+    "delete": delattr,
+    "item": lambda target, key: target[key],
+    "set item": lambda target, key, value: target.__setitem__(key, value),
+    "delete item": lambda target, key: target.__delitem__(key),
+    "length": len,
+    "iterate": iter,
+    "next": next,
+    "truth": bool,
+    "text": str,
+    "shown": repr,
+    "integer": int,
+    "float": float,
+    "absolute": abs,
+    "negative": lambda target: -target,
+    "enter": lambda target: target.__enter__(),
+    "leave": lambda target: target.__exit__(None, None, None),
+    "is instance": lambda target, value: isinstance(value, target),
+    "is same": lambda target, other: bool(target == other),
+    "is less": lambda target, other: bool(target < other),
+    "add": lambda target, other: target + other,
+    "subtract": lambda target, other: target - other,
+    "multiply": lambda target, other: target * other,
+}

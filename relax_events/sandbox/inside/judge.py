@@ -1,0 +1,204 @@
+"""The side that holds the tests: they run here, in a process that the solution can't reach, and see its results as copies.
+
+A value of a builtin type is compared by that type's own rules, in this process. An object of a class of the solution's stays over there; a
+test may use it, but it never decides a comparison with a value of the test's: it equals none, and has no order or sum with one.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import sys
+import types
+from typing import Any, ClassVar, TypeVar
+
+from exchange import Exchange, Gone
+
+OF_BUILTINS = frozenset(name for kind in (str, bytes, list, tuple, dict, set, int, float) for name in dir(kind))
+"""Methods of builtin types. A function's result that has them without being of such a type would answer the test's own question."""
+
+
+Plain = TypeVar("Plain")
+
+
+class SolutionError(Exception):
+    """The solution raised what no builtin exception stands for, or answered with what tests can't use."""
+
+
+def judge(tests_path: str, requests: int, answers: int, verdict: int) -> None:
+    """Run tests against a solution on the other side; write one byte when they have passed."""
+    with os.fdopen(requests, "rb") as reading, os.fdopen(answers, "wb") as writing:
+        solution = _ToSolution(reading, writing, serves=("call",))
+        defined = solution.defined()
+        sys.modules["solution"] = module = types.ModuleType("solution")
+        vars(module).update(defined)
+        scope = {**defined, "__name__": "tests"}
+        with open(tests_path, encoding="utf-8", errors="replace") as file:
+            code = compile(file.read(), "tests.py", "exec")
+        exec(code, scope)  # noqa: S102 they are the data's
+        os.write(verdict, b"1")
+        os._exit(0)  # nothing that stands for an object is asked again
+
+
+class _ToSolution(Exchange):  # type: ignore[misc]  # it is found when this is started as a file
+    """What is known of the solution's objects."""
+
+    _errors: ClassVar[dict[str, type[Exception]]] = {}
+
+    def defined(self) -> dict[str, Any]:
+        """Return what the solution defines, by name."""
+        message = self.receive()
+        if "defined" not in message:
+            raise Gone(f"the solution could not be run: {message.get('failed')}")
+        found = {name: self._checked(self.decoded, value) for name, value in self._checked(dict, message["defined"]).items()}
+        for name, value in found.items():
+            if isinstance(value, Remote):
+                object.__setattr__(value, "_makes_objects", name[:1].isupper())
+        return found
+
+    def stand_in(self, number: int, told: dict[str, Any]) -> Any:
+        """Return what stands here for an object over there; for a class of exceptions one of our own."""
+        if told.get("raises"):
+            return self._error_class(str(told["type"]), str(told["raises"]))
+        remote = Remote(self, number, str(told.get("type")), is_class=bool(told.get("is_class")))
+        self.stands_for(remote, number)
+        return remote
+
+    def error(self, told: dict[str, Any]) -> BaseException:
+        """Return the exception for one that was raised over there."""
+        name, text = str(told.get("name")), str(told.get("text"))
+        return self._error_class(name, str(told.get("builtin")))(text)
+
+    def _error_class(self, name: str, builtin: str) -> type[Exception]:
+        base = getattr(builtins, builtin, None)
+        if not (isinstance(base, type) and issubclass(base, Exception)):
+            return SolutionError
+        if name == builtin:
+            return base
+        if name not in self._errors:
+            self._errors[name] = type(name, (base,), {})
+        return self._errors[name]
+
+
+class Remote:
+    """An object of the solution's."""
+
+    def __init__(self, exchange: Exchange, number: int, kind: str, *, is_class: bool) -> None:
+        for name, value in {"_exchange": exchange, "_number": number, "_kind": kind, "_is_class": is_class}.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_makes_objects", is_class)
+        object.__setattr__(self, "_is_object", True)
+
+    def _ask(self, operation: str, *arguments: Any, **named: Any) -> Any:
+        return self._exchange.call(operation, self._number, *arguments, **named)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Call it over there."""
+        result = self._ask("call", *arguments, **named)
+        if isinstance(result, Remote) and not self._makes_objects:
+            object.__setattr__(result, "_is_object", False)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or (not self._is_object and name in OF_BUILTINS):
+            raise AttributeError(f"a result of type {self._kind} of the solution's has no attribute {name!r} here")
+        found = self._ask("get", name)
+        if isinstance(found, Remote):
+            object.__setattr__(found, "_makes_objects", self._is_object)
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._ask("set", name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._ask("delete", name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._ask("item", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._ask("set item", key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._ask("delete item", key)
+
+    def __len__(self) -> int:
+        return _of(int, self._ask("length"))
+
+    def __iter__(self) -> Any:
+        walker = self._ask("iterate")
+        if not isinstance(walker, Remote):
+            return iter(walker)
+        return _walked(walker)
+
+    def __next__(self) -> Any:
+        return self._ask("next")
+
+    def __contains__(self, value: Any) -> bool:
+        return any(one is value or one == value for one in self)  # asked here: over there the answer could be anything
+
+    def __bool__(self) -> bool:
+        return _of(bool, self._ask("truth"))
+
+    def __str__(self) -> str:
+        return _of(str, self._ask("text"))
+
+    def __repr__(self) -> str:
+        return _of(str, self._ask("shown"))
+
+    def __int__(self) -> int:
+        return _of(int, self._ask("integer"))
+
+    def __float__(self) -> float:
+        return _of(float, self._ask("float"))
+
+    def __abs__(self) -> Any:
+        return self._ask("absolute")
+
+    def __neg__(self) -> Any:
+        return self._ask("negative")
+
+    def __enter__(self) -> Any:
+        return self._ask("enter")
+
+    def __exit__(self, *_: object) -> None:
+        self._ask("leave")
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, Remote) and _of(bool, self._ask("is instance", value))
+
+    def __hash__(self) -> int:
+        return hash(("solution", self._number))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Remote) and (other._number == self._number or _of(bool, self._ask("is same", other)))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __lt__(self, other: Any) -> Any:
+        return _of(bool, self._ask("is less", other)) if isinstance(other, Remote) else NotImplemented
+
+    def __add__(self, other: Any) -> Any:
+        return self._ask("add", other) if isinstance(other, Remote) else NotImplemented
+
+    def __sub__(self, other: Any) -> Any:
+        return self._ask("subtract", other) if isinstance(other, Remote) else NotImplemented
+
+    def __mul__(self, other: Any) -> Any:
+        return self._ask("multiply", other) if isinstance(other, Remote) else NotImplemented
+
+
+def _walked(walker: Remote) -> Any:
+    while True:
+        try:
+            yield next(walker)
+        except StopIteration:
+            return
+
+
+def _of(kind: type[Plain], value: Any) -> Plain:
+    if type(value) is not kind:
+        raise TypeError(f"the solution answered with {type(value).__name__} where {kind.__name__} is due")
+    return value
+

@@ -1,0 +1,84 @@
+"""Landlock: a process gives up the file system, TCP and signals for itself and all its children. Needs no privileges.
+
+Source: Documentation/userspace-api/landlock.rst of the Linux kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import stat
+import struct
+from collections.abc import Sequence
+
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+ASK_FOR_VERSION, RULE_PATH_BENEATH = 1, 1
+PR_SET_NO_NEW_PRIVS = 38
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
+TRUNCATE, IOCTL_DEV = 1 << 14, 1 << 15
+OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
+"""Rights that a file can have; the others are those of folders."""
+READ = EXECUTE | READ_FILE | READ_DIR
+RIGHTS_BY_VERSION = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
+TCP_VERSION, SCOPE_VERSION = 4, 6
+BIND_AND_CONNECT_TCP, ABSTRACT_SOCKETS_AND_SIGNALS = 3, 3
+
+
+def version() -> int:
+    """Return the version of Landlock's interface that the kernel has; 0 where there is none."""
+    found = _libc().syscall(CREATE_RULESET, None, 0, ASK_FOR_VERSION)
+    return max(int(found), 0)
+
+
+def restrict(*, readable: Sequence[str], writable: Sequence[str]) -> None:
+    """Give up all files but these, all of TCP, and signals to processes outside; for this process and all that it starts.
+
+    Args:
+        readable: Folders and files that may be read and run; those that don't exist are left out.
+        writable: Folders in which anything may be done but making devices and sockets, and files that may be written.
+    Raises:
+        OSError: The kernel has no Landlock, or refused.
+    """
+    known = version()
+    rights = RIGHTS_BY_VERSION.get(min(known, max(RIGHTS_BY_VERSION)), 0)
+    tcp = BIND_AND_CONNECT_TCP if known >= TCP_VERSION else 0
+    scoped = ABSTRACT_SOCKETS_AND_SIGNALS if known >= SCOPE_VERSION else 0
+    size = 24 if known >= SCOPE_VERSION else 16 if known >= TCP_VERSION else 8
+    attributes = struct.pack("=QQQ", rights, tcp, scoped)[:size]
+    ruleset = _checked(_libc().syscall(CREATE_RULESET, attributes, size, 0))
+    try:
+        for path in readable:
+            _allow(ruleset, path, READ & rights)
+        for path in writable:
+            _allow(ruleset, path, rights & ~_MAKE_DEVICES_AND_SOCKETS)
+        _checked(_libc().prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+        _checked(_libc().syscall(RESTRICT_SELF, ruleset, 0))
+    finally:
+        os.close(ruleset)
+
+
+_MAKE_DEVICES_AND_SOCKETS = (1 << 6) | (1 << 9) | (1 << 11)
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    try:
+        parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except (FileNotFoundError, PermissionError):
+        return
+    try:
+        if not stat.S_ISDIR(os.fstat(parent).st_mode):
+            rights &= OF_FILES
+        _checked(_libc().syscall(ADD_RULE, ruleset, RULE_PATH_BENEATH, struct.pack("=Qi", rights, parent), 0))
+    finally:
+        os.close(parent)
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"Landlock: {os.strerror(number)}")
+    return result

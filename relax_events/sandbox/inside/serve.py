@@ -1,0 +1,53 @@
+"""The side that holds the solution: runs it, tells what it defines, and does what the tests ask of that."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+from typing import Any
+
+from exchange import OPERATIONS, Exchange, Gone, description
+
+
+def serve(solution: str) -> None:
+    """Run a solution and answer the tests until they are done; its own stdin and stdout lead nowhere."""
+    requests, answers, nothing = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1):
+        os.dup2(nothing, number)
+    with os.fdopen(requests, "rb") as reading, os.fdopen(answers, "wb") as writing:
+        exchange = _ToTests(reading, writing, serves=OPERATIONS)
+        try:
+            defined = runpy.run_path(solution, run_name="solution")
+        except BaseException as error:
+            with contextlib.suppress(OSError, Gone):  # a copy of this process may have said so before, and the tests be over
+                exchange.send({"failed": description(error)})
+            with contextlib.suppress(OSError):  # closed here, so that what could not be sent is not raised in place of the error
+                writing.close()
+            raise
+        names = {name: value for name, value in defined.items() if not name.startswith("__")}
+        exchange.send({"defined": {name: exchange.encoded(value) for name, value in names.items()}})
+        try:
+            while True:
+                exchange.serve(exchange.receive())
+        except Gone:
+            return
+
+
+class _ToTests(Exchange):  # type: ignore[misc]  # it is found when this is started as a file
+    def stand_in(self, number: int, told: dict[str, Any]) -> Any:
+        return _Callback(self, number)
+
+    def error(self, told: dict[str, Any]) -> BaseException:
+        return RuntimeError(f"{told.get('name')}: {told.get('text')}")
+
+
+class _Callback:
+    """A function of the tests that the solution was given."""
+
+    def __init__(self, exchange: Exchange, number: int) -> None:
+        self._exchange, self._number = exchange, number
+        exchange.stands_for(self, number)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._exchange.call("call", self._number, *arguments, **named)

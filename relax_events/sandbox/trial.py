@@ -1,0 +1,76 @@
+"""Tries this machine's walls with known ways out, for `relax doctor`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import orjson
+
+from relax_events.errors import CheckFailed
+from relax_events.sandbox.box import Limits, Sandbox, Verdict
+from relax_events.sandbox.walls import require_walls
+
+TRIAL_SECONDS = 30.0
+WAYS_OUT = {
+    "read a file of the account's": "open(outside['file']).read()",
+    "write to a file of the account's": "open(outside['file'], 'w')",
+    "list the account's home": "os.listdir(outside['home'])",
+    "write to shared memory": "os.close(os.open('/dev/shm', os.O_TMPFILE | os.O_RDWR))",
+    "read this process's environment": "open('/proc/%d/environ' % outside['pid']).read()",
+    "signal this process": "os.kill(outside['pid'], 0)",
+    "connect to a port": "socket.create_connection(('127.0.0.1', outside['port']), 2)",
+    "connect to a socket on a path": "socket.socket(socket.AF_UNIX).connect(outside['socket'])",
+    "send to a socket on a path": "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'', outside['socket'])",
+    "make a namespace": "os.waitstatus_to_exitcode(subprocess.run(['unshare', '--user', 'true'], check=True).returncode)",
+    "make an anonymous file": "os.memfd_create('relax')",
+}
+PROGRAM = """
+import json, os, socket, subprocess, sys
+outside, ways = json.loads(sys.stdin.readline()), json.loads(sys.stdin.readline())
+open_ways = []
+for name, code in ways.items():
+    try:
+        eval(code)
+    except Exception:
+        continue
+    open_ways.append(name)
+print(json.dumps(open_ways))
+"""
+
+
+def try_walls(*, allow_unprotected: bool = False) -> str:
+    """Try every known way out; return what stands, and how many ways were tried.
+
+    Raises:
+        EnvironmentProblem: There are no walls that are enough.
+        CheckFailed: A way out leads somewhere; the text names it.
+    """
+    walls = require_walls(allow_unprotected=allow_unprotected)
+    with _outside() as things, Sandbox(PROGRAM, Limits(seconds=TRIAL_SECONDS), walls=walls) as sandbox:
+        verdict, printed = sandbox.run_with_input(f"{orjson.dumps(things).decode()}\n{orjson.dumps(WAYS_OUT).decode()}\n")
+    if verdict is not Verdict.PASSED:
+        raise CheckFailed(f"the program that tries the walls ({walls.describe()}) did not end as it should: {verdict}")
+    if open_ways := orjson.loads(printed):
+        raise CheckFailed(f"a program behind {walls.describe()} can {', '.join(open_ways)}")
+    return f"programs run behind {walls.describe()}; {len(WAYS_OUT)} ways out tried, none leads anywhere"
+
+
+@contextmanager
+def _outside() -> Iterator[dict[str, object]]:
+    with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
+        folder = Path(name)
+        (folder / "file").write_text("of the account")
+        local.bind(str(folder / "socket"))
+        local.listen()
+        yield {
+            "file": str(folder / "file"),
+            "socket": str(folder / "socket"),
+            "home": str(Path.home()),
+            "pid": os.getpid(),
+            "port": server.getsockname()[1],
+        }

@@ -1,0 +1,207 @@
+"""What can stand between a program and this machine: found by trying it, and refused where it is not enough.
+
+A wall around files is bubblewrap (a root of the program's own) or Landlock; around the network, other processes and the kernel's larger surfaces
+it is a seccomp filter, and namespaces besides where this machine gives them. Landlock and seccomp need no privileges, and hold in containers.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import orjson
+
+from relax_events.errors import EnvironmentProblem, RewardError
+from relax_events.sandbox import inside
+from relax_events.sandbox.inside import landlock, seccomp
+
+ENTRY = Path(inside.__file__).parent / "entry.py"
+SYSTEM_PYTHON = "/usr/bin/python3"
+"""Tried where the user whom a program becomes can't reach ours."""
+PROBE_SECONDS = 20.0
+FIRST_SPARE_USER, NUM_SPARE_USERS = 61_000, 4_000
+NAMESPACES = ("--net", "--pid", "--ipc", "--fork", "--kill-child")
+SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")
+SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime")
+DEVICES = ("/dev/zero", "/dev/urandom", "/dev/random")
+PROBE = "import decimal, json, statistics\nprint('here')\n"
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID")
+"""What root needs to make programs another user's, and to end and delete them."""
+ACCEPT = "reward.options.allow_unprotected = true"
+
+
+@dataclass(frozen=True, slots=True)
+class Walls:
+    """What stands around a program."""
+
+    command: tuple[str, ...] = ()
+    """Leads into namespaces."""
+    has_namespaces: bool = False
+    """Whether the program has network, process and IPC namespaces of its own."""
+    has_private_root: bool = False
+    """Whether it sees a root of its own, made by bubblewrap."""
+    landlock: int = 0
+    """Version of Landlock that keeps it from files; 0 where it is not used."""
+    filters: bool = False
+    """Whether a seccomp filter refuses system calls."""
+    user: int | None = None
+    """User to become, where we are root."""
+    python: str = sys.executable
+    binds: tuple[tuple[str, str], ...] = ()
+    """Folders of the interpreter that the user can't reach, and the names in the box's folder under which they can be."""
+
+    @property
+    def guards_files(self) -> bool:
+        """Whether the program is kept from this machine's files."""
+        return self.has_private_root or self.landlock > 0
+
+    @property
+    def guards_network(self) -> bool:
+        """Whether the program is kept from the network."""
+        return self.has_namespaces or self.filters
+
+    @property
+    def guards_processes(self) -> bool:
+        """Whether the program is kept from other processes."""
+        return self.has_namespaces or self.filters
+
+    @property
+    def may_signal(self) -> bool:
+        """Whether the program may send signals: where they can't leave."""
+        return self.has_namespaces or self.landlock >= landlock.SCOPE_VERSION
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether a program of a stranger may run behind them."""
+        return self.guards_files and self.guards_network and self.guards_processes
+
+    def describe(self) -> str:
+        """Say in a line what stands there."""
+        parts = {
+            "a private root by bubblewrap": self.has_private_root,
+            f"Landlock (version {self.landlock})": self.landlock > 0,
+            "a seccomp filter": self.filters,
+            "namespaces": self.has_namespaces,
+            f"user {self.user}": self.user is not None,
+        }
+        return ", ".join(name for name, stands in parts.items() if stands) or "nothing"
+
+
+def readable_paths(walls: Walls, folder: Path) -> list[str]:
+    """Return what a program may read and run: the system's software and the interpreter with its packages."""
+    return [*SYSTEM_FOLDERS, *SYSTEM_FILES, *DEVICES, *interpreter_folders(), str(ENTRY.parent), *(str(folder / name) for _, name in walls.binds)]
+
+
+def interpreter_folders() -> list[str]:
+    """Return the folders of our interpreter: of the standard library, and of the packages installed beside it."""
+    return list(dict.fromkeys([sys.base_prefix, sys.base_exec_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]))
+
+
+@cache
+def find_walls() -> Walls:
+    """Return the strongest walls that this machine lets us build, by running a program behind them.
+
+    Raises:
+        EnvironmentProblem: No interpreter runs behind any.
+    """
+    found = next((walls for walls in _candidates() if _holds(walls)), None)
+    if found is None:
+        as_root = f"run it as another user than root, or give it the capabilities {', '.join(CAPABILITIES)}"
+        remedy = as_root if os.geteuid() == 0 else "install bubblewrap"
+        raise EnvironmentProblem(f"no program can be run behind walls here: {sys.executable} does not start behind any of them; {remedy}")
+    return found
+
+
+def require_walls(*, allow_unprotected: bool = False) -> Walls:
+    """Return this machine's walls, if a program that a model wrote may run behind them.
+
+    Args:
+        allow_unprotected: Accept walls that are not enough: the program may then read the account's files, or use the network.
+    Raises:
+        EnvironmentProblem: They are not enough, or there are none.
+    """
+    found = find_walls()
+    if found.are_enough or allow_unprotected:
+        return found
+    guards = {
+        "files (that takes bubblewrap, or Landlock)": found.guards_files,
+        "the network (that takes seccomp, or namespaces)": found.guards_network,
+        "other processes (that takes seccomp, or namespaces)": found.guards_processes,
+    }
+    missing = " and ".join(name for name, stands in guards.items() if not stands)
+    raise EnvironmentProblem(
+        f"programs that a model wrote are not run here: nothing keeps them from {missing}. Install bubblewrap, use a kernel with Landlock (5.13 or"
+        " newer) and, in a container, a seccomp profile that lets Landlock through, as Docker's own does, or accept the risk, on a machine that"
+        f" holds nothing of value, with {ACCEPT}"
+    )
+
+
+def _candidates() -> list[Walls]:
+    is_root = os.geteuid() == 0
+    user = FIRST_SPARE_USER + os.getpid() % NUM_SPARE_USERS if is_root else None
+    known, filters = landlock.version(), platform.machine() in seccomp.ARCHITECTURES
+    unshare = ("unshare", *(() if is_root else ("--user", "--map-current-user")), *NAMESPACES)
+    pythons = [python for python in dict.fromkeys([sys.executable, SYSTEM_PYTHON]) if os.access(python, os.X_OK)]
+    binds = tuple((folder, f"python-{number}") for number, folder in enumerate(interpreter_folders()) if user is not None and not _is_open(folder))
+    candidates: list[Walls] = []
+    if (bwrap := shutil.which("bwrap")) and not is_root:  # as root its programs stay root, whose processes no limit counts
+        candidates.append(Walls((bwrap,), has_namespaces=True, has_private_root=True, landlock=known, filters=filters))
+    for command in ((*unshare, "--mount-proc"), unshare, ()):
+        shown = binds if "--mount-proc" in command else ()
+        candidates += [Walls(command, bool(command), landlock=known, filters=filters, user=user, python=python, binds=shown) for python in pythons]
+    return candidates
+
+
+def _is_open(folder: str) -> bool:
+    """Tell whether other users can get into a folder."""
+    path = Path(folder).resolve()
+    return all(one.stat().st_mode & 0o001 for one in (path, *path.parents))
+
+
+def _holds(walls: Walls) -> bool:
+    """Run a program behind walls, and see that it can import and print."""
+    from relax_events.sandbox.box import Limits, Sandbox, Verdict
+
+    try:
+        with Sandbox(PROBE, Limits(seconds=PROBE_SECONDS), walls=walls) as sandbox:
+            return sandbox.run_with_input("") == (Verdict.PASSED, "here\n")
+    except (OSError, EnvironmentProblem, RewardError, subprocess.SubprocessError):
+        return False
+
+
+def bubblewrap_arguments(walls: Walls, *, folder: Path) -> list[str]:
+    """Return the command that gives a program a root of its own: the system's software, the interpreter, and one folder to write in."""
+    arguments = [*walls.command, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    arguments += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]  # noqa: S108 inside
+    for path in dict.fromkeys([*SYSTEM_FOLDERS, *SYSTEM_FILES, *interpreter_folders(), str(ENTRY.parent), sys.prefix]):
+        if Path(path).is_symlink():
+            arguments += ["--symlink", str(Path(path).readlink()), path]
+        elif Path(path).exists():
+            arguments += ["--ro-bind", path, path]
+    return [*arguments, "--bind", str(folder), str(folder), "--chdir", str(folder), "--"]
+
+
+def setup_of(walls: Walls, *, folder: Path, limits: dict[str, int], processes: int, ready: int, task: Mapping[str, object]) -> str:
+    """Return what the first process inside is told."""
+    setup: dict[str, object] = {
+        "limits": limits,
+        "processes": processes,
+        "filters": walls.filters,
+        "may_signal": walls.may_signal,
+        "user": walls.user,
+        "ready": ready,
+        "task": task,
+        "binds": [[source, str(folder / name)] for source, name in walls.binds],
+    }
+    if walls.landlock:
+        setup["readable"] = readable_paths(walls, folder)
+        setup["writable"] = [str(folder), "/dev/null"]
+    return orjson.dumps(setup).decode()

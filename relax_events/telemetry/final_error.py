@@ -1,0 +1,74 @@
+"""The error that ended a worker, as the last line of its log, for the supervisor to read."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import orjson
+
+from relax_events.telemetry.redaction import redacted
+
+EVENT = "worker.failed"
+MAX_TEXT = 4000
+TAIL_BYTES = 2**18
+"""Far more than anything that a process writes behind its final error."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinalError:
+    """What ended a process.
+
+    Attributes:
+        pid: Of the process: a log holds the output of several, one behind the other.
+        error_class: The exception's class.
+        text: What it says; long ones are cut.
+        exit_code: Of the process.
+        failed_at: Microseconds since the epoch.
+    """
+
+    pid: int
+    error_class: str
+    text: str
+    exit_code: int
+    failed_at: int
+
+    def __str__(self) -> str:
+        """Name class and text, as the last line of a traceback does."""
+        return f"{self.error_class}: {self.text}" if self.text else self.error_class
+
+
+def write_final_error(error: BaseException, *, exit_code: int) -> None:
+    """Write the error that ends this process to stderr, as one line of JSON, whatever the form of the other lines."""
+    text = redacted(str(error))[:MAX_TEXT]
+    final = FinalError(os.getpid(), type(error).__name__, text, exit_code, time.time_ns() // 1000)
+    line = orjson.dumps({"event": EVENT, "level": "error", **asdict(final)}).decode()
+    print(f"\n{line}", file=sys.stderr, flush=True)
+
+
+def read_final_error(path: Path, *, pid: int) -> FinalError | None:
+    """Return the error that ended a process, or None when it wrote none: a signal ended it, or the interpreter itself.
+
+    Args:
+        path: The log that it wrote to.
+        pid: Of the process.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    found = (final for line in reversed(lines) if EVENT.encode() in line and (final := _parsed(line)) is not None)
+    return next((final for final in found if final.pid == pid), None)
+
+
+def _parsed(line: bytes) -> FinalError | None:
+    try:
+        event = orjson.loads(line)
+        return FinalError(event["pid"], event["error_class"], event["text"], event["exit_code"], event["failed_at"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return None  # a line that only speaks of it

@@ -1,0 +1,180 @@
+"""The command line itself: quick help that is true, errors as exit codes and one text."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cyclopts import App
+
+from relax_events import cli
+from relax_events.cli.app import app
+from relax_events.cli.commands import COMMANDS, help_text
+from relax_events.errors import BrokerUnavailable, CheckFailed, ConfigError, Fenced, RelaxError, RunFailed, SchemaError
+from relax_events.telemetry.final_error import read_final_error
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("pydantic", "numpy", "torch", "confluent_kafka", "fastavro", "rich", "cyclopts")
+HELP = f"""
+import sys
+from relax_events.cli import main
+sys.argv = ["relax", "--help"]
+try:
+    main()
+finally:
+    print("loaded:", [name for name in {HEAVY!r} if name in sys.modules])
+"""
+
+
+def subcommands(parent: App = app, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Give the words of every command, the groups' own included."""
+    for name in parent:
+        if not name.startswith("-"):
+            yield (*words, name)
+            yield from subcommands(parent[name], (*words, name))
+
+
+def test_help_loads_nothing_heavy() -> None:
+    asked = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=200, check=True)
+    assert asked.stdout == help_text() + "\nloaded: []\n"
+
+
+def test_help_names_every_command_and_nothing_else() -> None:
+    assert {words[0] for words in subcommands() if len(words) == 1} == set(COMMANDS)
+    listed = help_text().partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in listed] == list(COMMANDS)
+    verbs = {
+        words[0]: {other[1] for other in subcommands() if len(other) == 2 and other[0] == words[0]} for words in subcommands() if len(words) == 1
+    }
+    for name, (_, text) in COMMANDS.items():
+        assert all(verb in text for verb in verbs[name])
+
+
+@pytest.mark.parametrize("words", list(subcommands()), ids=" ".join)
+def test_help_of_command_opens_with_a_sentence_and_an_example_that_parses(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    app([*words, "--help"], exit_on_error=False)
+    _, sentence, example, *_ = capsys.readouterr().out.split("\n\n")
+    assert sentence[0].isupper()
+    assert sentence.rstrip().endswith(".")
+    assert example.startswith("Example: relax " + " ".join(words))
+    for command in example.removeprefix("Example: ").split("&&"):
+        assert app.parse_args(command.split()[1:], print_error=False, exit_on_error=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(RunFailed, 1), (ConfigError, 2), (BrokerUnavailable, 3), (SchemaError, 5), (CheckFailed, 6), (Fenced, 7)]
+)
+def test_error_becomes_an_exit_code_and_one_text(
+    error: type[RelaxError], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise error("the thing; the remedy")
+
+    monkeypatch.setattr("relax_events.cli.app.app", fail)
+    monkeypatch.setattr(sys, "argv", ["relax", "run", "x.toml"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == code
+    assert capsys.readouterr() == ("", "error: the thing; the remedy\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "shown"),
+    [(BrokerUnavailable("the broker is away"), 3, "error: the broker is away\n"), (MemoryError("no room"), 1, "Traceback")],
+)
+def test_worker_that_fails_ends_at_once_with_its_error_as_the_last_line_of_its_log(
+    error: Exception, code: int, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fail() -> None:
+        raise error
+
+    def leave(code: int) -> None:
+        raise SystemExit(f"left with {code}")
+
+    monkeypatch.setattr("relax_events.cli.app.app", fail)
+    monkeypatch.setattr("relax_events.cli.os._exit", leave)
+    monkeypatch.setattr(sys, "argv", ["relax", "worker", "reward", "x.toml"])
+    with pytest.raises(SystemExit, match=f"left with {code}"):
+        cli.main()
+    log = tmp_path / "reward-0.log"
+    log.write_text(capsys.readouterr().err)
+    assert log.read_text().startswith(shown)
+    final = read_final_error(log, pid=os.getpid())
+    assert final is not None
+    assert (str(final), final.exit_code) == (f"{type(error).__name__}: {error}", code)
+    assert read_final_error(log, pid=1) is None, "another process wrote it"
+
+
+def test_interrupt_ends_with_the_shells_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("relax_events.cli.app.app", interrupt)
+    monkeypatch.setattr(sys, "argv", ["relax", "run", "x.toml"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+
+
+@pytest.mark.parametrize("result", [(None, 0), (0, 0), (6, 6)])
+def test_result_of_a_command_is_the_exit_code(result: tuple[int | None, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relax_events.cli.app.app", lambda: result[0])
+    monkeypatch.setattr(sys, "argv", ["relax", "doctor", "x.toml"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == result[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["runn"], 'Unknown command "runn". Did you mean "run"?'),
+        (["run"], "requires an argument"),
+        (["topics", "plan", "x.toml", "--output", "yaml"], "table"),
+        (["broker", "start", "--port", "many"], "many"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_usage_error_says_what_is_wrong(words: list[str], text: str) -> None:
+    asked = subprocess.run([sys.executable, "-m", "relax_events.cli", *words], capture_output=True, text=True, timeout=200, check=False)
+    assert asked.returncode == 2
+    assert text in " ".join(asked.stderr.replace("│", " ").split())
+    assert asked.stdout == ""
+
+
+def test_run_file_that_is_missing_is_a_usage_error(tmp_path: Path) -> None:
+    asked = subprocess.run(
+        [sys.executable, "-m", "relax_events.cli", "doctor", "nowhere.toml"], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (asked.returncode, asked.stdout) == (2, "")
+    assert asked.stderr.startswith("error: run file nowhere.toml does not exist; give the path of a TOML file")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["algorithms", "list"], ["algorithms", "show", "grpo"]])
+def test_command_ends_quietly_when_nobody_reads_its_output(arguments: list[str]) -> None:
+    heard, said = os.pipe()
+    os.close(heard)
+    with subprocess.Popen([sys.executable, "-m", "relax_events.cli", *arguments], stdout=said, stderr=subprocess.PIPE) as process:
+        os.close(said)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (141, b"")
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int) -> None:
+    def refused() -> None:
+        raise OSError(number, os.strerror(number), "/there/.relax")
+
+    monkeypatch.setattr("relax_events.cli._called", refused)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: can't write /there/.relax: {os.strerror(number)}; ")

@@ -1,0 +1,150 @@
+"""Processes of workers that come and go: started when they are wanted, asked to drain when they are not, killed at their deadline, given up alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from relax_events.broker.records import OutRecord
+from relax_events.config import RunConfig
+from relax_events.control.deaths import Progress
+from relax_events.control.run import RunSession
+from relax_events.control.scaling import Asked, Bounds, Departure, ElasticWorker, Kind, ScaleState, Standing, Status, plan
+from relax_events.control.supervisor import ManagedProcess, Supervisor, log_tail
+from relax_events.events.codec import EventCodec
+from relax_events.events.parts import WorkerState
+from relax_events.events.types import WorkerBeat
+from tests.unit.run_events import beat
+
+MakeRunConfig = Callable[..., RunConfig]
+WANTED = ElasticWorker("rollout-1", "rollout", "", Standing.WANTED)
+LEAVING = replace(WANTED, standing=Standing.LEAVING)
+
+
+@pytest.fixture
+def supervisor(make_run_config: MakeRunConfig, tmp_path: Path) -> Iterator[Supervisor]:
+    """Give a supervisor that has started nobody yet."""
+    made = Supervisor(make_run_config(workers={"max_restarts": 0}, telemetry={"metrics_port": 9100}), tmp_path / "run.json")
+    made._processes.clear()
+    yield made
+    made.stop(timeout_seconds=0)
+
+
+def started(supervisor: Supervisor, *deed: str, monkeypatch: pytest.MonkeyPatch) -> ManagedProcess:
+    """Have a program stand in for the elastic worker, and wait until it has said something."""
+    plain = Supervisor._elastic
+
+    def stand_in(self: Supervisor, worker: ElasticWorker) -> ManagedProcess:
+        managed = plain(self, worker)
+        managed.orders = {
+            name: replace(order, module="tests.unit.stand_in", imports=[], arguments=list(deed)) for name, order in managed.orders.items()
+        }
+        return managed
+
+    monkeypatch.setattr(Supervisor, "_elastic", stand_in)
+    assert supervisor.adjust([WANTED]) == []
+    managed = supervisor._processes["rollout-1"]
+    deadline = time.monotonic() + 60
+    while not log_tail(managed.log_path) and managed.is_running:
+        assert time.monotonic() < deadline
+    return managed
+
+
+def gone(supervisor: Supervisor, worker: ElasticWorker) -> tuple[Departure, str]:
+    """Wait until a worker is gone, and return how and why."""
+    deadline = time.monotonic() + 60
+    while not (found := supervisor.adjust([worker])):
+        assert time.monotonic() < deadline
+        supervisor.tend(Progress())
+    ((left, departure, reason),) = found
+    assert left == worker
+    assert supervisor.pids == {}
+    return departure, reason
+
+
+def test_worker_is_started_once_with_a_port_of_its_own_and_drains_when_it_shall_go(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    managed = started(supervisor, "drain", monkeypatch=monkeypatch)
+    pid = supervisor.pids["rollout-1"]
+    assert supervisor.adjust([WANTED]) == []
+    assert (supervisor.pids, managed.metrics_port) == ({"rollout-1": pid}, 9107), "the trainer is the last of the start, on 9106"
+    assert gone(supervisor, LEAVING) == (Departure.DRAINED, "it drained")
+    supervisor.tend(Progress())
+    assert supervisor.pids == {}, "one that has left is not started again"
+
+
+@pytest.mark.parametrize("drain_micros", [0, 300_000])
+def test_worker_that_does_not_drain_is_killed_at_its_deadline(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, drain_micros: int) -> None:
+    started(supervisor, "ignore", monkeypatch=monkeypatch)
+    began = time.monotonic()
+    assert gone(supervisor, replace(LEAVING, drain_micros=drain_micros)) == (Departure.KILLED, "it ended with exit code -9")
+    assert time.monotonic() - began >= drain_micros / 1e6
+
+
+def test_worker_that_was_never_started_is_gone_at_once(supervisor: Supervisor) -> None:
+    assert supervisor.adjust([replace(WANTED, standing=Standing.PLANNED)]) == []
+    assert supervisor.adjust([LEAVING]) == [(LEAVING, Departure.ABSENT, "there was no process")]
+
+
+def test_worker_that_can_not_be_kept_going_is_given_up_and_the_run_goes_on(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    started(supervisor, "end", "2", monkeypatch=monkeypatch)
+    departure, reason = gone(supervisor, WANTED)
+    assert departure is Departure.FAILED
+    assert reason.startswith("rollout-1 can't go on: ended with exit code 2; log: ")
+    assert reason.endswith("error: the reason")
+
+
+def test_worker_that_always_dies_is_given_up_though_the_run_gets_on(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    started(supervisor, "end", "OutOfMemoryError", monkeypatch=monkeypatch)
+    departure, reason = gone(supervisor, WANTED)
+    assert departure is Departure.FAILED
+    assert reason.startswith("rollout-1 died 1 times in a row without a finished record: OutOfMemoryError: no room for 7.42 GiB; log: ")
+
+
+def test_worker_for_a_server_is_told_where_it_is(supervisor: Supervisor) -> None:
+    managed = supervisor._elastic(replace(WANTED, url="http://10.0.0.7:30000"))
+    assert managed.orders["rollout-1"].arguments[-4:] == ["engine.name=sglang", 'engine.sglang.urls=["http://10.0.0.7:30000"]', "--index", "1"]
+
+
+def test_ports_of_those_that_left_are_free_again(supervisor: Supervisor) -> None:
+    supervisor._processes["rollout-1"] = supervisor._elastic(WANTED)
+    second = supervisor._elastic(replace(WANTED, worker_id="rollout-2"))
+    assert (supervisor._processes["rollout-1"].metrics_port, second.metrics_port) == (9107, 9108)
+    del supervisor._processes["rollout-1"]
+    assert supervisor._elastic(replace(WANTED, worker_id="rollout-3")).metrics_port == 9107
+
+
+class Written:
+    """Takes what a session says on the log."""
+
+    def __init__(self) -> None:
+        self.records: list[OutRecord] = []
+
+    def send(self, record: OutRecord) -> None:
+        self.records.append(record)
+
+
+def test_run_says_on_the_log_who_is_gone_and_a_goodbye_that_the_worker_could_not_say(make_run_config: MakeRunConfig, supervisor: Supervisor) -> None:
+    session, written = RunSession(make_run_config()), Written()
+    session._producer = written  # type: ignore[assignment]
+    opening = plan(ScaleState(), Bounds.of(make_run_config(), is_supervised=True), Asked(kind=Kind.OUT, target=3), now=1_000_000).request
+    assert opening is not None
+    taken_back = opening.step(Status.REMOVING, now=2_000_000, outcome=Status.CANCELLED)
+    for event in (opening.opening(reason="asked"), beat("rollout-1", at_seconds=2), taken_back):
+        session._note(event)
+    for _ in range(2):
+        session._adjust(supervisor)
+    codec = EventCodec()
+    said = [codec.decode(record.value) for record in written.records]
+    goodbye, first, second = said
+    assert isinstance(goodbye, WorkerBeat)
+    assert (goodbye.worker_id, goodbye.state, goodbye.num_in_flight) == ("rollout-1", WorkerState.STOPPED, 0)
+    assert [getattr(event, "worker_id", "") for event in (first, second)] == ["rollout-1", "rollout-2"]
+    assert [record.key for record in written.records] == ["rollout-1", "", ""]
+    state = ScaleState()
+    for event in (opening.opening(reason="asked"), taken_back, first, second):
+        state.note(event)
+    assert (state.workers, state.requests[opening.request_id].left) == ({}, {"rollout-1", "rollout-2"})

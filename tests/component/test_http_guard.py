@@ -1,0 +1,146 @@
+"""The guard before our HTTP APIs: what it refuses, before it reads, and how little a stranger's call costs."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+
+from relax_events import http_guard
+from relax_events.http_guard import Guard, server_settings
+from relax_events.listening import open_listener
+
+TOKEN = "of-this-run"
+MAX_BYTES = 1000
+Headers = dict[str, str]
+
+
+class Echo:
+    """Answers with the body's length, and counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.num_calls += 1
+        message = await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": str(len(message["body"])).encode()})
+
+
+class Served:
+    def __init__(self, port: int, echo: Echo) -> None:
+        self.port, self.echo = port, echo
+
+    def call(self, headers: Headers, *, method: str = "POST", body: bytes = b"") -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request(method, "/", body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+    def raw(self, head: str) -> str:
+        """Send the head of a request, and nothing behind it; return what comes until the server hangs up."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
+            connection.sendall(head.encode())
+            return b"".join(iter(lambda: connection.recv(4096), b"")).decode()
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(http_guard, "HEAD_SECONDS", 0.3)
+    running: list[tuple[uvicorn.Server, threading.Thread, socket.socket]] = []
+
+    def start(*, host: str = "127.0.0.1", token: str = TOKEN) -> Served:
+        echo = Echo()
+        problem = lambda status, text: json.dumps([status, text]).encode()  # noqa: E731
+        guard = Guard(echo, problem=problem, host=host, token=token, max_body_bytes=MAX_BYTES, body_seconds=0.3)
+        listener = open_listener("127.0.0.1", 0, remedies=("", ""), what="a test")
+        listener.listen()
+        server = uvicorn.Server(server_settings(guard, lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        running.append((server, thread, listener))
+        return Served(listener.getsockname()[1], echo)
+
+    yield start
+    for server, thread, listener in running:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+
+
+def test_call_with_token_is_handed_on_whole(serve: Any) -> None:
+    assert serve().call(BEARER, body=b"x" * MAX_BYTES) == (200, str(MAX_BYTES))
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"Authorization": "Bearer"}, 401),
+        ({"Authorization": "Bearer wrong"}, 401),
+        ({"Authorization": f"Basic {TOKEN}"}, 401),
+        ({"Authorization": "Bearer \xe4"}, 401),
+        (BEARER | {"Host": "evil.example.com"}, 421),
+        (BEARER | {"Host": "127.0.0.1.evil.example.com"}, 421),
+        (BEARER | {"Host": ""}, 421),
+        (BEARER | {"Origin": "http://evil.example.com"}, 403),
+        (BEARER | {"Origin": "null"}, 403),
+        (BEARER | {"Sec-Fetch-Site": "cross-site"}, 403),
+        (BEARER | {"Sec-Fetch-Site": "same-site"}, 403),
+    ],
+)
+def test_call_of_a_stranger_is_refused(serve: Any, headers: Headers, status: int) -> None:
+    served = serve()
+    code, text = served.call(headers)
+    assert (code, json.loads(text)[0], served.echo.num_calls) == (status, status, 0)
+
+
+def test_page_of_the_server_itself_may_call(serve: Any) -> None:
+    served = serve()
+    assert served.call(BEARER | {"Origin": f"http://127.0.0.1:{served.port}", "Sec-Fetch-Site": "same-origin"})[0] == 200
+    assert served.call(BEARER | {"Host": f"localhost:{served.port}"})[0] == 200
+    assert served.call(BEARER | {"Host": "[::1]:1"})[0] == 200
+
+
+def test_token_is_checked_before_a_body_is_read(serve: Any) -> None:
+    """The body never comes: the refusal does not wait for it."""
+    served = serve()
+    head = "POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999\r\n\r\n"
+    assert served.raw(head).startswith("HTTP/1.1 401 ")
+
+
+@pytest.mark.parametrize("framing", ["Content-Length: 1001", "Transfer-Encoding: chunked"])
+def test_body_that_is_too_large_is_refused(serve: Any, framing: str) -> None:
+    served = serve()
+    head = f"POST / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n{framing}\r\n\r\n"
+    chunks = "400\r\n" + "x" * 1024 + "\r\n" if "chunked" in framing else ""
+    assert served.raw(head + chunks).startswith("HTTP/1.1 413 ")
+    assert not served.echo.num_calls
+
+
+def test_body_that_does_not_arrive_is_given_up(serve: Any) -> None:
+    served = serve()
+    head = f"POST / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 10\r\n\r\nhalf"
+    assert served.raw(head).startswith("HTTP/1.1 408 ")
+
+
+def test_connection_that_brings_no_request_is_hung_up_on(serve: Any) -> None:
+    assert serve().raw("POST / HTTP/1.1\r\nHost:") == ""
+
+
+def test_server_for_all_addresses_takes_any_name_where_a_token_is_asked_for(serve: Any) -> None:
+    assert serve(host="0.0.0.0").call(BEARER | {"Host": "node-7.cluster"})[0] == 200
+    assert serve(host="0.0.0.0", token="").call({"Host": "node-7.cluster"})[0] == 421

@@ -1,0 +1,183 @@
+"""What a lane does when its client can't go on; with a consumer that fails on command, since no broker does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+
+from relax_events.broker import group_leases, share_leases
+from relax_events.broker.connection import Connection
+from relax_events.broker.group_leases import GroupLeases
+from relax_events.broker.leases import Lease
+from relax_events.broker.records import Record
+from relax_events.broker.refusals import Refusals
+from relax_events.broker.share_leases import ShareLeases
+from relax_events.config.broker import BrokerConfig
+from relax_events.errors import BrokerRefused, ClientFailed
+
+FATAL = KafkaError(KafkaError._FATAL, "fenced for good", fatal=True)
+
+
+class Message:
+    """A record of the queue, or an error in a record's place."""
+
+    def __init__(self, error: KafkaError | None = None) -> None:
+        self._error = error
+
+    def error(self) -> KafkaError | None:
+        return self._error
+
+    def delivery_count(self) -> int:
+        return 1
+
+    def topic(self) -> str:
+        return "queue"
+
+    def partition(self) -> int:
+        return 0
+
+    def offset(self) -> int:
+        return 7
+
+    def key(self) -> bytes:
+        return b"000000-0000-0"
+
+    def value(self) -> bytes:
+        return b"work"
+
+    def headers(self) -> list[tuple[str, bytes]]:
+        return []
+
+    def timestamp(self) -> tuple[int, int]:
+        return 1, 0
+
+
+class Consumers:
+    """Makes share consumers that poll what the script says, one entry each, and then nothing for a little while."""
+
+    def __init__(self, *script: list[Message] | KafkaException) -> None:
+        self._script = iter(script)
+        self.made: list[Consumers.One] = []
+
+    def __call__(self, settings: dict[str, Any]) -> Consumers.One:
+        entry = next(self._script)
+        if isinstance(entry, KafkaException):
+            raise entry
+        self.made.append(Consumers.One(entry))
+        return self.made[-1]
+
+    class One:
+        """One consumer."""
+
+        def __init__(self, messages: list[Message]) -> None:
+            self._messages, self.is_closed, self.acknowledged = messages, False, 0
+
+        def subscribe(self, topics: list[str]) -> None:
+            assert topics == ["queue"]
+
+        def poll(self, seconds: float) -> list[Message]:
+            messages, self._messages = self._messages, []
+            if not messages:
+                threading.Event().wait(0.01)
+            return messages
+
+        def acknowledge(self, message: Message, kind: object) -> None:
+            self.acknowledged += 1
+
+        def commit_sync(self, seconds: float) -> dict[str, None]:
+            return {}
+
+        def close(self) -> None:
+            self.is_closed = True
+
+
+def lane_of(consumers: Consumers, monkeypatch: pytest.MonkeyPatch, taken: list[Lease]) -> ShareLeases:
+    monkeypatch.setattr(share_leases, "ShareConsumer", consumers)
+    connection = Connection.of(BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test")
+    return ShareLeases(connection, group="group", topic="queue", lanes=1, on_lease=taken.append)
+
+
+def settled(lease: list[Lease]) -> None:
+    deadline = time.monotonic() + 60
+    while not lease:
+        assert time.monotonic() < deadline, "no lease came"
+        threading.Event().wait(0.01)
+    lease[0].done()
+
+
+def test_lane_joins_anew_when_its_client_met_a_fatal_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    consumers = Consumers([Message(FATAL)], [Message()])
+    taken: list[Lease] = []
+    lane = lane_of(consumers, monkeypatch, taken)
+    settled(taken)
+    lane.close()
+    assert [one.is_closed for one in consumers.made] == [True, True]
+    assert [one.acknowledged for one in consumers.made] == [0, 1]
+    assert taken[0].record.offset == 7
+
+
+def test_lane_tries_again_when_it_could_not_join_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = KafkaException(KafkaError(KafkaError._CRIT_SYS_RESOURCE, "no thread left"))
+    consumers = Consumers([Message(FATAL), Message()], refused, [Message()])
+    taken: list[Lease] = []
+    lane = lane_of(consumers, monkeypatch, taken)
+    settled(taken)
+    lane.close()
+    assert len(taken) == 1  # what came together with the error is delivered again, to a consumer that can acknowledge it
+    assert [one.acknowledged for one in consumers.made] == [0, 1]
+
+
+def test_queue_of_a_consumer_group_ends_its_worker_when_its_client_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def __init__(self, *_: object, **__: object) -> None:
+            """Join nothing."""
+
+        def fetch(self, *_: object, **__: object) -> list[Record]:
+            raise ClientFailed("its heartbeats have stopped")
+
+        def commit(self, *_: object, **__: object) -> None:
+            """Nothing to commit."""
+
+        def close(self) -> None:
+            """Nothing to leave."""
+
+    monkeypatch.setattr(group_leases, "GroupConsumer", Failing)
+    denied = threading.Event()
+    monkeypatch.setattr(Refusals, "deny", lambda self, error, deny=Refusals.deny: (deny(self, error), denied.set()))
+    connection = Connection.of(BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test")
+    source = GroupLeases(connection, group="group", topic="queue", lanes=1, on_lease=lambda lease: None)
+    assert denied.wait(60)
+    with pytest.raises(ClientFailed, match="its heartbeats have stopped"):
+        connection.refusals.check()
+    source.close()
+
+
+def test_worker_ends_with_the_reason_when_the_share_group_stays_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = KafkaError(KafkaError.GROUP_MAX_SIZE_REACHED, "Consumer group has reached maximum size", fatal=True)
+
+    class Refused:
+        def __init__(self, _: object) -> None:
+            """Join; the broker's answer comes with the first poll."""
+
+        def subscribe(self, _: list[str]) -> None: ...
+
+        def poll(self, _: float) -> list[Message]:
+            raise KafkaException(full)
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(share_leases, "ShareConsumer", Refused)
+    monkeypatch.setattr(share_leases, "FULL_SECONDS", 0.05)
+    denied = threading.Event()
+    monkeypatch.setattr(Refusals, "deny", lambda self, error, deny=Refusals.deny: (deny(self, error), denied.set()))
+    connection = Connection.of(BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test")
+    source = ShareLeases(connection, group="relax.r.rollout", topic="queue", lanes=2, on_lease=lambda lease: None)
+    assert denied.wait(10)
+    with pytest.raises(BrokerRefused, match=r"relax.r.rollout has no room for all 2 lanes of this worker.*lower engine.max_prompt_groups"):
+        connection.refusals.check()
+    assert source.stopping
+    source.close()

@@ -1,0 +1,145 @@
+"""What people are told of a run: once, of what matters, by real HTTP, and never with the URL in a log."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_events.control.health.state import Act, Symptom, Tier
+from relax_events.control.notices import MAX_NOTICES, NoticeDesk
+from relax_events.control.telling import open_tellers
+from relax_events.errors import ConfigError
+from relax_events.events.parts import Command, now_micros
+from relax_events.events.types import Event, RunCommanded, RunDescribed
+from relax_events.telemetry import feed as feeding
+from relax_events.telemetry.apprise import VARIABLE
+from relax_events.telemetry.redaction import redacted
+from tests.unit.run_events import run_config, train_step
+
+SECOND = 10**6
+
+
+def described(at: int) -> RunDescribed:
+    return RunDescribed(run_id="shown", config="{}", config_digest="d", package_version="1", described_at=at)
+
+
+def act(tier: Tier, worker_id: str, at: int) -> RunCommanded:
+    return Act(at, tier, Symptom.STUCK, worker_id, worker_id[:-2]).command(reason="has had work for 900 s and has not got on with it")
+
+
+def titles(*events: Event) -> list[tuple[str, str]]:
+    desk = NoticeDesk("shown")
+    return [(notice.kind, notice.title) for event in events if (notice := desk.note(event)) is not None]
+
+
+def test_run_is_told_of_from_its_begin_to_its_end() -> None:
+    events: list[Event] = [
+        described(1), described(2), train_step(0, at_seconds=1),
+        act(Tier.RESTART, "rollout-0", 2 * SECOND),
+        act(Tier.RESTORE, "rollout-0", 3 * SECOND), act(Tier.RESTORE, "trainer-0", 3 * SECOND),
+        train_step(1, at_seconds=2.5), train_step(2, at_seconds=4), replace(train_step(3, at_seconds=5), update_skipped=True),
+        RunCommanded(command=Command.STOP, role="reward", reason="one role", commanded_at=7 * SECOND),
+        RunCommanded(command=Command.STOP, reason="all 4 train steps are committed", succeeded=True, commanded_at=8 * SECOND),
+    ]  # fmt: skip
+    assert titles(*events) == [
+        ("info", "Run shown began"),
+        ("warning", "Run shown has rollout-0 restarted"),
+        ("failure", "Run shown is restored"),
+        ("success", "Run shown has recovered"),
+        ("failure", "Run shown has a step that is not finite"),
+        ("success", "Run shown has reached its goal"),
+    ]
+    assert titles(*events, *events) == titles(*events)[:6], "the same once more is no news"
+
+
+def test_ten_notices_in_ten_minutes_are_enough_but_the_end_is_told_and_what_was_held_back() -> None:
+    desk = NoticeDesk("shown")
+    told = [desk.note(act(Tier.RESTART, "rollout-0", second * SECOND)) for second in range(1, 41)]
+    assert [notice is not None for notice in told] == [True] * MAX_NOTICES + [False] * 30
+    end = desk.note(RunCommanded(command=Command.STOP, reason="in vain", commanded_at=50 * SECOND))
+    assert end is not None
+    assert (end.kind, end.title, end.body.splitlines()[1]) == (
+        "failure", "Run shown ended before its goal", "(30 notices before this one were held back; see the log)",
+    )  # fmt: skip
+
+
+class Service:
+    """A chat of our own, which may be down for its first requests."""
+
+    def __init__(self, *, refusals: int) -> None:
+        self.got: list[dict[str, Any]] = []
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                nonlocal refusals
+                refusals -= 1
+                if refusals < 0:
+                    service.got.append(body)
+                self.send_response(200 if refusals < 0 else 503)
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                """Say nothing."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"json://user:pa55word@127.0.0.1:{self.server.server_address[1]}/token-9f8e"
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:'imghdr' is deprecated:DeprecationWarning")  # Apprise looks for it
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    pytest.importorskip("apprise")
+    monkeypatch.setattr(feeding, "BACKOFF_SECONDS", 0.01)
+    opened = Service(refusals=2)
+    yield opened
+    opened.server.shutdown()
+    opened.server.server_close()
+
+
+def test_notices_arrive_once_although_service_and_worker_fail(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, service.url)
+    config, now = run_config(tmp_path), now_micros()
+    end = RunCommanded(command=Command.STOP, reason="in vain", commanded_at=now + 1)
+    events = [described(now - 7200 * SECOND), act(Tier.RESTART, "rollout-0", now), end]
+    errors: list[str] = []
+    for num_read in (2, 3):  # the second process of the metrics role reads all of the log again
+        (teller,), desk = open_tellers(config, failed=errors.append), NoticeDesk("shown")
+        for event in events[:num_read]:
+            if (notice := desk.note(event)) is not None:
+                teller.put(notice)
+        if num_read == 2:
+            while not service.got:
+                threading.Event().wait(0.01)
+        assert teller.close(timeout_seconds=30)
+    assert [(text["title"], text["type"]) for text in service.got] == [
+        ("Run shown has rollout-0 restarted", "warning"), ("Run shown ended before its goal", "failure"),
+    ]  # fmt: skip
+    assert errors == ["json 1", "json 1"]
+
+
+def test_url_is_a_secret_in_its_file_and_in_errors(tmp_path: Path, service: Service) -> None:
+    config = run_config(tmp_path)
+    (tmp_path / "urls").write_text(f"{service.url}\nnonsense://s3cret-token@nowhere\n")
+    telemetry = config.telemetry.model_copy(update={"notice_urls_file": tmp_path / "urls"})
+    with pytest.raises(ConfigError, match="notice URL number 2 is none that Apprise knows") as refused:
+        open_tellers(config.model_copy(update={"telemetry": telemetry}), failed=lambda _: None)
+    assert "s3cret" not in str(refused.value)
+    assert redacted(f"posting to {service.url} failed") == "posting to (hidden) failed"
+    missing = config.telemetry.model_copy(update={"notice_urls_file": tmp_path / "missing"})
+    with pytest.raises(ConfigError, match=r"telemetry.notice_urls_file = .*missing' can't be read: No such file"):
+        open_tellers(config.model_copy(update={"telemetry": missing}), failed=lambda _: None)

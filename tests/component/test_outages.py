@@ -1,0 +1,124 @@
+"""A store that is away is waited for where somebody waits, and given up after the deadline; an answer of any kind ends the wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import obstore
+import pytest
+from obstore.exceptions import GenericError
+
+from relax_events.errors import ObjectError, StoreUnavailable
+from relax_events.objects import ObjectStore
+from relax_events.objects import outages as outages_module
+from relax_events.objects.outages import Outages
+
+ROOT = "s3://bucket/"
+
+
+class Clock:
+    """A clock that the pauses turn."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.pauses: list[float] = []
+        self.while_away: list[float] = []
+        self.outages = Outages(clock=lambda: self.now)
+
+    def pause(self, seconds: float) -> None:
+        self.while_away.append(self.outages.seconds)
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def failing(times: int, error: Callable[[], Exception]) -> Callable[[], str]:
+    """Make a call that fails so often before it answers."""
+    left = iter(range(times))
+
+    def call() -> str:
+        if next(left, None) is not None:
+            raise error()
+        return "answer"
+
+    return call
+
+
+def away() -> StoreUnavailable:
+    return StoreUnavailable("can't read s3://bucket/a: 503")
+
+
+def test_call_is_repeated_with_growing_pauses_until_the_store_answers(clock: Clock) -> None:
+    clock.outages.arm(deadline_seconds=3600, pause=clock.pause)
+    assert clock.outages.ride_out(ROOT, failing(12, away)) == "answer"
+    assert len(clock.pauses) == 12
+    longest = [0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30, 30, 30]
+    assert all(bound / 2 <= pause <= bound for pause, bound in zip(clock.pauses, longest, strict=True))
+    assert clock.while_away == pytest.approx([sum(clock.pauses[:index]) for index in range(12)])
+    assert clock.outages.seconds == 0
+
+
+def test_store_that_stays_away_is_given_up_after_the_deadline(clock: Clock) -> None:
+    clock.outages.arm(deadline_seconds=100, pause=clock.pause)
+    with pytest.raises(StoreUnavailable, match=r"503; waited for \d+ s \(objects.outage_deadline_seconds = 100\)") as caught:
+        clock.outages.ride_out(ROOT, failing(10**6, away))
+    assert 70 <= sum(clock.pauses) <= 100
+    assert caught.value.exit_code == 8
+
+
+@pytest.mark.parametrize("is_disarmed", [False, True])
+def test_nobody_waits_who_did_not_ask_to(clock: Clock, *, is_disarmed: bool) -> None:
+    if is_disarmed:
+        clock.outages.arm(deadline_seconds=100, pause=clock.pause)
+        clock.outages.disarm()
+    with pytest.raises(StoreUnavailable, match=r"503$"):
+        clock.outages.ride_out(ROOT, failing(1, away))
+    assert clock.pauses == []
+
+
+def test_missing_object_is_an_answer(clock: Clock) -> None:
+    clock.outages.arm(deadline_seconds=100, pause=clock.pause)
+    with pytest.raises(ObjectError, match="no such object"):
+        clock.outages.ride_out(ROOT, failing(1, lambda: ObjectError("there is no such object")))
+    assert clock.pauses == []
+    assert clock.outages.seconds == 0
+
+
+def test_what_the_pause_raises_ends_the_wait(clock: Clock) -> None:
+    def pause(_: float) -> None:
+        raise StoreUnavailable("the worker was asked to end")
+
+    clock.outages.arm(deadline_seconds=100, pause=pause)
+    with pytest.raises(StoreUnavailable, match="asked to end"):
+        clock.outages.ride_out(ROOT, failing(1, away))
+
+
+def test_directory_that_is_gone_is_an_outage_and_a_missing_file_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    store = ObjectStore.open((tmp_path / "objects").as_uri())
+    reference = store.put(b"hello")
+    (tmp_path / "objects").rename(tmp_path / "unmounted")
+    with pytest.raises(StoreUnavailable, match="the store's directory is gone; mount or restore file://"):
+        store.get(reference)
+    monkeypatch.setattr(outages_module.outages, "_pause", lambda _: (tmp_path / "unmounted").rename(tmp_path / "objects"))
+    monkeypatch.setattr(outages_module.outages, "_deadline_seconds", 3600.0)
+    assert store.get(reference) == b"hello"
+    store.delete([store.key(reference.uri)])
+    with pytest.raises(ObjectError, match="there is no such object"):
+        store.get(reference)
+
+
+def test_unreadable_object_of_a_store_that_is_there_is_no_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ObjectStore.open(tmp_path.as_uri())
+    store.put_at("a", b"hello")
+
+    def get(*_: object) -> None:
+        raise GenericError("Generic LocalFileSystem error: Unable to read data from file: Input/output error (os error 5)")
+
+    monkeypatch.setattr(obstore, "get", get)
+    with pytest.raises(ObjectError, match=r"can't read .*: Generic LocalFileSystem error: .*Input/output error"):
+        store.get_at("a")

@@ -1,0 +1,132 @@
+"""A broker that refuses is told from one that is away, by what clients hear and by a look at its TLS."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from confluent_kafka import KafkaError
+
+from relax_events.broker.refusals import Refusals, refusal_error
+from relax_events.broker.security.certificates import KeyPair, make_authority, make_broker_certificate
+from relax_events.errors import AccessDenied
+
+DAY = timedelta(days=1)
+PATIENCE_SECONDS = 60.0
+
+
+@contextmanager
+def answering(folder: Path, *, certificate: KeyPair | None, greeting: bytes = b"") -> Iterator[str]:
+    """Serve one connection on the loopback interface, by TLS when there is a certificate, and give the address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve_one, args=(listener, folder, certificate, greeting))
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        thread.join(PATIENCE_SECONDS)
+
+
+def serve_one(listener: socket.socket, folder: Path, certificate: KeyPair | None, greeting: bytes) -> None:
+    taken, _ = listener.accept()
+    with taken:
+        if certificate is None:
+            taken.recv(1024)
+            taken.sendall(greeting)
+            return
+        (folder / "broker.pem").write_bytes(certificate.key + certificate.certificate)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(folder / "broker.pem")
+        try:
+            context.wrap_socket(taken, server_side=True).close()
+        except ssl.SSLError:
+            return  # the client hung up, as it should
+
+
+@pytest.fixture(scope="module")
+def authority() -> KeyPair:
+    return make_authority(lifetime=DAY)
+
+
+@pytest.fixture
+def tls(authority: KeyPair, tmp_path: Path) -> dict[str, str]:
+    """Return the settings of a client that trusts our authority; the address is up to the test."""
+    (tmp_path / "ca.pem").write_bytes(authority.certificate)
+    return {"security.protocol": "SASL_SSL", "ssl.ca.location": str(tmp_path / "ca.pem"), "sasl.username": "me"}
+
+
+def test_expired_certificate_is_said_to_be(authority: KeyPair, tls: dict[str, str], tmp_path: Path) -> None:
+    expired = make_broker_certificate(authority, ["127.0.0.1"], lifetime=-DAY)
+    with answering(tmp_path, certificate=expired) as address:
+        error = refusal_error("reaching it", KafkaError(KafkaError._SSL, "handshake failed"), {**tls, "bootstrap.servers": address})
+    assert isinstance(error, AccessDenied)
+    assert f"certificate of the broker at {address} can't be trusted: certificate has expired" in str(error)
+    assert "relax broker secure CONFIG --renew-certificates" in str(error)
+
+
+def test_broker_without_tls_is_said_to_be(tls: dict[str, str], tmp_path: Path) -> None:
+    with answering(tmp_path, certificate=None, greeting=b"\0\0\0\4nope") as address:
+        error = refusal_error("reaching it", KafkaError(KafkaError._SSL, "handshake failed"), {**tls, "bootstrap.servers": address})
+    assert error is not None
+    assert f"the broker at {address} does not speak TLS" in str(error)
+
+
+def test_client_without_tls_is_told_that_the_broker_has_it(authority: KeyPair, tmp_path: Path) -> None:
+    with answering(tmp_path, certificate=make_broker_certificate(authority, ["127.0.0.1"], lifetime=DAY)) as address:
+        error = refusal_error("reaching it", None, {"bootstrap.servers": address})
+    assert error is not None
+    assert f"the broker at {address} speaks TLS and this client does not; set broker.credentials" in str(error)
+
+
+def test_broker_that_is_away_refuses_nobody(tls: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        nobody = f"127.0.0.1:{listener.getsockname()[1]}"
+    assert refusal_error("reaching it", None, {"bootstrap.servers": nobody}) is None
+    assert refusal_error("reaching it", None, {**tls, "bootstrap.servers": nobody}) is None
+    assert refusal_error("reaching it", KafkaError(KafkaError._SSL, "handshake cut off"), {**tls, "bootstrap.servers": nobody}) is None
+
+
+def test_authority_file_that_is_not_there_is_named(tls: dict[str, str], tmp_path: Path) -> None:
+    settings = {**tls, "ssl.ca.location": str(tmp_path / "nowhere.pem"), "bootstrap.servers": "127.0.0.1:1"}
+    error = refusal_error("reaching it", KafkaError(KafkaError._SSL, "handshake failed"), settings)
+    assert error is not None
+    assert f"broker.ca_file {tmp_path / 'nowhere.pem'} can't be used: No such file or directory" in str(error)
+
+
+def test_wrong_password_names_the_user_and_never_the_password(tls: dict[str, str]) -> None:
+    settings = {**tls, "bootstrap.servers": "127.0.0.1:1", "sasl.password": "hunter2-hunter2"}
+    error = refusal_error("writing", KafkaError(KafkaError._AUTHENTICATION, "invalid credentials"), settings)
+    assert error is not None
+    assert "writing: _AUTHENTICATION user 'me' was not let in; the broker does not know this user, or knows another password" in str(error)
+    assert "hunter2" not in str(error)
+
+
+def test_refusal_lasts_until_somebody_gets_through() -> None:
+    refusals = Refusals()
+    assert (refusals.latest, refusals.seconds) == (None, 0.0)
+    refused = KafkaError(KafkaError._AUTHENTICATION, "invalid credentials")
+    refusals.note(refused)
+    refusals.note(KafkaError(KafkaError._ALL_BROKERS_DOWN, "1/1 brokers are down"))
+    assert refusals.latest is refused
+    assert refusals.seconds > 0
+    refusals.forget()
+    assert (refusals.latest, refusals.seconds) == (None, 0.0)
+
+
+def test_broker_that_goes_away_has_refused_nothing() -> None:
+    refusals = Refusals()
+    refusals.note(KafkaError(KafkaError._SSL, "handshake cut off"))
+    refusals.note(KafkaError(KafkaError._TRANSPORT, "Connect to ipv4#127.0.0.1:1 failed: Connection refused"))
+    assert refusals.latest is None
+
+
+def test_denial_of_a_background_thread_is_raised_where_it_is_asked_for() -> None:
+    refusals = Refusals()
+    refusals.check()
+    refusals.deny(AccessDenied("leasing records: GROUP_AUTHORIZATION_FAILED"))
+    with pytest.raises(AccessDenied, match="leasing records"):
+        refusals.check()

@@ -1,0 +1,197 @@
+"""Nothing gets out of a sandbox: ways to files, the network, other processes and the kernel, and ways to a verdict, behind each kind of walls."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from escape_program import KINDS, walls_of
+from escapes import ESCAPES, HONEST, OTHER_TESTS, TESTS, VERDICTS, programs_left
+from ordinary_user import ORDINARY_USER, as_ordinary_user
+
+from relax_events.config import MediaConfig
+from relax_events.errors import CheckFailed, MediaError
+from relax_events.events.parts import Modality
+from relax_events.media.decoder import Decoder
+from relax_events.sandbox import Limits, Sandbox, Verdict, trial
+from relax_events.sandbox.trial import try_walls
+
+ROOT = Path(__file__).parent.parent.parent
+PROGRAM = Path(__file__).parent / "escape_program.py"
+SECONDS = 115
+
+
+def run_program(kind: str, *, home: Path, python: str = sys.executable, command: tuple[str, ...] = ()) -> dict[str, object]:
+    """Try all ways out, and return what the program says."""
+    paths = [str(ROOT / "tests"), str(PROGRAM.parent), str(ROOT), *(path for path in sys.path if path.endswith("site-packages"))]
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": ":".join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
+    result = subprocess.run([*command, python, str(PROGRAM), kind], capture_output=True, text=True, env=environment, timeout=SECONDS, check=False)
+    assert result.returncode == 0, result.stderr
+    said: dict[str, object] = json.loads(result.stdout)
+    return said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_way_out_leads_anywhere(kind: str, tmp_path: Path) -> None:
+    said = run_program(kind, home=tmp_path)
+    if said["walls"] is None:
+        pytest.skip(f"this machine builds no walls of {kind}")
+    assert said["escaped"] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_way_out_leads_anywhere_for_an_ordinary_user(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    home = tmp_path_factory.getbasetemp().parent / f"home-of-{ORDINARY_USER}"
+    home.mkdir(exist_ok=True)
+    command, python = as_ordinary_user(home)
+    said = run_program(kind, home=home, python=python, command=command)
+    if said["walls"] is None:
+        pytest.skip(f"this machine builds no walls of {kind} for an ordinary user")
+    assert said["escaped"] == []
+
+
+def test_ways_out_lead_somewhere_where_no_walls_stand(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The attempts are real: as an ordinary user without walls, many succeed."""
+    home = tmp_path_factory.getbasetemp().parent / f"home-of-{ORDINARY_USER}"
+    home.mkdir(exist_ok=True)
+    command, python = as_ordinary_user(home)
+    try:
+        said = run_program("nothing", home=home, python=python, command=command)
+    finally:
+        Path("/dev/shm/relax-escape").unlink(missing_ok=True)
+    escaped = said["escaped"]
+    assert isinstance(escaped, list)
+    assert len([line for line in escaped if line.startswith("ESCAPED")]) > len(ESCAPES) // 4
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_no_program_declares_itself_passed(name: str) -> None:
+    with Sandbox(VERDICTS[name], Limits(seconds=20)) as sandbox:
+        assert sandbox.run_with_tests(OTHER_TESTS.get(name, TESTS)) is not Verdict.PASSED
+
+
+def test_honest_program_passes_behind_all_walls(kind: str) -> None:
+    if (found := walls_of(kind)) is None:
+        pytest.skip(f"this machine builds no walls of {kind}")
+    with Sandbox(HONEST, Limits(seconds=20), walls=found) as sandbox:
+        assert sandbox.run_with_tests(TESTS) is Verdict.PASSED
+        assert sandbox.run_with_tests("assert f(1) == 3") is Verdict.FAILED
+
+
+BOUNDS = {
+    "processes": """
+import os, time
+while True:
+    try:
+        if os.fork() == 0: time.sleep(60)
+    except OSError: pass
+""",
+    "memory of all together": """
+import os, time
+for _ in range(12):
+    if os.fork() == 0:
+        held = b'x' * 60_000_000
+        time.sleep(60)
+time.sleep(60)
+""",
+    "files of all together": """
+import time
+for n in range(99):
+    open(f'file{n}', 'wb').write(bytes(8_000_000))
+time.sleep(60)
+""",
+    "time, signals ignored": """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+while True: time.sleep(60)
+""",
+}
+DAEMON = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.closerange(3, 64)
+        time.sleep(600)
+    os._exit(0)
+print('done')
+"""
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_bounds_hold_for_all_that_a_program_starts(kind: str, bound: str) -> None:
+    if (found := walls_of(kind)) is None:
+        pytest.skip(f"this machine builds no walls of {kind}")
+    with Sandbox(BOUNDS[bound], Limits(seconds=3, memory_bytes=256 * 1024**2), walls=found) as sandbox:
+        assert sandbox.run_with_input("")[0] is Verdict.OUT_OF_LIMITS
+    assert not programs_left()
+
+
+def test_nothing_is_left_of_what_a_program_started(kind: str) -> None:
+    if (found := walls_of(kind)) is None:
+        pytest.skip(f"this machine builds no walls of {kind}")
+    with Sandbox(DAEMON, Limits(seconds=20), walls=found) as sandbox:
+        assert sandbox.run_with_input("") == (Verdict.PASSED, "done\n")
+    assert not programs_left()
+
+
+def test_doctor_tries_known_ways_out() -> None:
+    assert re.fullmatch(r"programs run behind .*; 11 ways out tried, none leads anywhere", try_walls())
+
+
+def test_doctor_names_the_ways_out_that_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "WAYS_OUT", {"add numbers": "1 + 1", "divide by zero": "1 / 0"})
+    with pytest.raises(CheckFailed, match=r"a program behind .* can add numbers$"):
+        try_walls()
+
+
+CONFINED = """
+import os, socket, sys
+from relax_events.sandbox.confined import confine
+secret, port = sys.argv[1], int(sys.argv[2])
+confine()
+ways = {
+    "read": lambda: open(secret).read(),
+    "write": lambda: open(secret, "w"),
+    "connect": lambda: socket.create_connection(("127.0.0.1", port), 2),
+    "fork": os.fork,
+    "execute": lambda: os.execv("/bin/true", ["true"]),
+    "signal": lambda: os.kill(os.getppid(), 0),
+}
+for name, way in ways.items():
+    try:
+        way()
+    except OSError:
+        continue
+    print(name)
+import decimal, json.tool
+print("still works")
+"""
+
+
+def test_process_that_decodes_is_kept_from_files_network_and_processes(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("of the account")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        command = [sys.executable, "-c", CONFINED, str(tmp_path / "secret"), str(server.getsockname()[1])]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (result.returncode, result.stdout) == (0, "still works\n"), result.stderr
+
+
+def test_decoder_runs_confined() -> None:
+    decoder = Decoder(MediaConfig())
+    with pytest.raises(MediaError):
+        decoder.inspect(b"no picture", Modality.IMAGE, place="test")
+    status = Path(f"/proc/{decoder.pid}/status").read_text()
+    assert re.search(r"^NoNewPrivs:\t1$", status, re.MULTILINE)
+    assert re.search(r"^Seccomp:\t2$", status, re.MULTILINE)

@@ -1,0 +1,59 @@
+"""A gate before the engines of this process: samples stay under way for as long as a test needs them to, however fast the machine is."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from relax_events.engines.protocol import GeneratedSample
+from relax_events.engines.transformers import TransformersEngine
+
+HELD_POLL_SECONDS = 0.05
+
+
+class Gate:
+    """While it is shut, every engine stops drawing once each of its samples has some tokens; a sample that joins later gets as many.
+
+    It stands in `TransformersEngine.poll`, so it holds our own servers and routed engines too as far as they run in this process. A server
+    in another process knows nothing of it.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._num_tokens: int | None = None
+        self._engine: TransformersEngine | None = None
+        self.reached = threading.Event()
+        """Set once an engine has all the tokens that the gate grants."""
+        poll = TransformersEngine.poll
+
+        def held_poll(engine: TransformersEngine, *, timeout_seconds: float) -> list[GeneratedSample]:
+            if self._num_tokens is None:
+                return poll(engine, timeout_seconds=timeout_seconds)
+            if not self.is_reached_by(engine):
+                return poll(engine, timeout_seconds=0.0)
+            self._engine = engine
+            self.reached.set()
+            engine._interrupted.wait(min(timeout_seconds, HELD_POLL_SECONDS))
+            engine._interrupted.clear()
+            return []
+
+        monkeypatch.setattr(TransformersEngine, "poll", held_poll)
+
+    def shut(self, num_tokens: int = 4) -> None:
+        """Let engines draw no more once each sample has so many tokens."""
+        self._num_tokens = num_tokens
+        self.reached.clear()
+
+    def open(self) -> None:
+        """Let engines go on."""
+        self._num_tokens = None
+
+    @property
+    def num_running(self) -> int:
+        """Samples of the engine that reached the gate last."""
+        return self._engine.num_running if self._engine else 0
+
+    def is_reached_by(self, engine: TransformersEngine) -> bool:
+        """Return whether an engine runs samples, none waits, and each has the tokens that the gate grants."""
+        table, num_tokens = engine._table, self._num_tokens or 0
+        return table.num_rows > 0 and not engine._waiting and int(table._counts[: table.num_rows].min()) >= num_tokens

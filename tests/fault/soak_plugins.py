@@ -1,0 +1,89 @@
+"""The trainer and the engine of a soaked run: they do as usual until a file in the run's folder, where workers work, tells them otherwise.
+
+slow_step         the trainer's next call of the name in the file takes seconds longer, as many as the file says
+dies.<worker id>  the worker dies, as many times as the file has bytes; one that says `always` lets it die at every try
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import psutil
+from torch import Tensor
+
+from relax_events.engines.protocol import GeneratedSample
+from relax_events.engines.transformers import TransformersEngine
+from relax_events.events.types import SampleReady
+from relax_events.training.protocol import StepFigures
+from relax_events.training.torch_backend import TorchBackend
+
+SLOW_STEP = "slow_step"
+ALWAYS = "always"
+ERROR = "the soak has it die"
+
+
+def deaths_of(worker_id: str) -> str:
+    """Return the name of the file that lets a worker die."""
+    return f"dies.{worker_id}"
+
+
+@cache
+def this_worker() -> str:
+    """Return the id of the worker that this process is."""
+    words = psutil.Process().cmdline()
+    return f"{words[words.index('worker') + 1]}-{words[words.index('--index') + 1]}"
+
+
+def die_if_told(worker_id: str) -> None:
+    """Raise what ends the worker, if the run's folder says so, and count it there first."""
+    path = Path(deaths_of(worker_id))
+    if not path.exists():
+        return
+    if path.read_text() != ALWAYS:
+        os.truncate(path, path.stat().st_size - 1)
+        if not path.stat().st_size:
+            path.unlink()
+    raise RuntimeError(ERROR)
+
+
+class SoakedEngine(TransformersEngine):
+    """Dies while it generates when it is told to."""
+
+    def poll(self, *, timeout_seconds: float) -> list[GeneratedSample]:
+        """Decode as usual."""
+        if self.num_running:
+            die_if_told(this_worker())
+        return super().poll(timeout_seconds=timeout_seconds)
+
+
+class SoakedTrainer(TorchBackend):
+    """Dies or takes long in a step when it is told to."""
+
+    def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
+        """Train a micro-batch as usual."""
+        die_if_told("trainer-0")
+        self._linger("accumulate")
+        super().accumulate(micro_batch)
+
+    def step(self) -> StepFigures:
+        """Step the optimizer as usual."""
+        self._linger("step")
+        return super().step()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copy the weights as usual."""
+        self._linger("weights")
+        return super().weights()
+
+    def _linger(self, call: str) -> None:
+        path = Path(SLOW_STEP)
+        if not path.exists():
+            return
+        told, seconds = path.read_text().split()
+        if told == call:
+            path.unlink()  # once, also when this process is killed meanwhile
+            time.sleep(float(seconds))

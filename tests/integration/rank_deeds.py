@@ -1,0 +1,42 @@
+"""What a rank does in test_ranks_together: it joins the others as the trainer does, then one rank fails, or all wait. `python -m ... RANK DEED`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+from relax_events import cli
+from relax_events.control.orphans import end_with_supervisor
+from relax_events.errors import ConfigError, Fenced, RelaxError
+from relax_events.training.distributed import open_ranks
+
+DEEDS: dict[str, RelaxError] = {"fenced": Fenced("another instance took over"), "wrong": ConfigError("trainer.learning_rate is wrong")}
+
+
+def act() -> None:
+    """Fail if this is the rank that shall, else wait for the others."""
+    end_with_supervisor(drain_seconds=1.0)
+    failing, deed = int(sys.argv[2]), sys.argv[3]
+    with open_ranks(timeout_seconds=60.0) as ranks:
+        ranks.all_gather(np.zeros(1))
+        print("joined", os.getpid(), flush=True)
+        if deed == "hang":  # as in a kernel that never ends: no signal handler of Python's gets a turn
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            if ranks.rank != failing:
+                time.sleep(600)
+            raise MemoryError("no room")
+        if ranks.rank == failing:
+            if deed == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise DEEDS[deed]
+        ranks.all_gather(np.zeros(1))
+
+
+if __name__ == "__main__":
+    sys.argv.insert(1, "worker")
+    cli._called = act
+    cli.main()

@@ -1,0 +1,131 @@
+"""The embedded broker runs as long as somebody uses it, whatever becomes of those who started it, and never ends under anybody."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from relax_events.broker.embedded import EmbeddedBroker
+from relax_events.cli.broker import app
+from relax_events.config import RunConfig
+from relax_events.control.address import attached
+from relax_events.errors import BrokerUnavailable, CheckFailed
+
+USER = """
+import pathlib, sys
+from relax_events.broker.embedded import EmbeddedBroker
+with EmbeddedBroker(pathlib.Path(sys.argv[1])).in_use("relax run") as is_new:
+    print("started" if is_new else "found", flush=True)
+    sys.stdin.read()
+"""
+END_SECONDS = 60.0
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[EmbeddedBroker]:
+    """Give a broker that nobody has started yet."""
+    broker = EmbeddedBroker(tmp_path / "node")
+    try:
+        yield broker
+    finally:
+        broker.stop()
+
+
+@contextmanager
+def user(broker: EmbeddedBroker) -> Iterator[subprocess.Popen[bytes]]:
+    """Have another process use the broker until its input is closed."""
+    command = [sys.executable, "-c", USER, str(broker.directory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def said(process: subprocess.Popen[bytes]) -> str:
+    """Return the next line of a user."""
+    return _pipe(process.stdout).readline().decode().strip()
+
+
+def leave(process: subprocess.Popen[bytes]) -> None:
+    """Have a user leave, and wait for it."""
+    _pipe(process.stdin).close()
+    assert process.wait(END_SECONDS) == 0
+
+
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None
+    return pipe
+
+
+def test_users_who_come_together_share_a_broker_that_the_last_one_stops(broker: EmbeddedBroker) -> None:
+    with user(broker) as first, user(broker) as second:  # the later one waits for the start
+        assert sorted([said(first), said(second)]) == ["found", "started"]
+        assert sorted(broker.users) == sorted([first.pid, second.pid])
+        with pytest.raises(CheckFailed, match=rf"is used by process .*{first.pid}"):
+            app(["stop", "--directory", str(broker.directory)], result_action="return_value")
+        leave(first)
+        assert broker.is_running
+        leave(second)
+    assert not broker.is_running
+
+
+def test_next_user_stops_the_broker_of_one_who_was_killed(broker: EmbeddedBroker) -> None:
+    with user(broker) as killed:
+        assert said(killed) == "started"
+        killed.kill()
+        killed.wait(END_SECONDS)
+    assert broker.is_running
+    assert broker.users == []
+    with user(broker) as adopting:
+        assert said(adopting) == "found"
+        leave(adopting)
+    assert not broker.is_running
+
+
+def test_broker_that_was_killed_and_restarted_under_its_users_is_stopped_by_the_last_one(broker: EmbeddedBroker) -> None:
+    with broker:
+        broker.kill()
+        again = EmbeddedBroker(broker.directory)  # as another process restarts it
+        again.restart()
+        assert again.is_running
+    assert not broker.is_running
+
+
+def test_broker_start_keeps_the_broker_when_its_users_leave(broker: EmbeddedBroker, capsys: pytest.CaptureFixture[str]) -> None:
+    with user(broker) as other:
+        said(other)
+        app(["start", "--directory", str(broker.directory)], result_action="return_value")
+        assert capsys.readouterr().out.strip() == broker.bootstrap_servers
+        leave(other)
+    assert broker.is_running
+    broker.kill()
+    broker.restart()
+    with user(broker) as other:
+        assert said(other) == "found"
+        leave(other)
+    assert broker.is_running, "a crash does not change who it was started for"
+    app(["stop", "--directory", str(broker.directory)], result_action="return_value")
+    assert not broker.is_running
+
+
+def test_command_brings_the_broker_up_for_itself(make_run_config: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    config = make_run_config()
+    broker = EmbeddedBroker(config.run.directory / "broker")
+    with pytest.raises(BrokerUnavailable, match="no broker was ever started"), attached(config, by="relax ledger check"):
+        pass
+    with broker:
+        pass
+    with pytest.raises(BrokerUnavailable, match="does not run; start it with"), attached(config, by="relax worker reward", brings_up=False):
+        pass
+    with attached(config, by="relax ledger check") as reached:
+        assert reached.broker.bootstrap_servers == broker.bootstrap_servers
+        assert broker.is_running
+    assert "is down; starting it for relax ledger check" in capsys.readouterr().err
+    assert not broker.is_running

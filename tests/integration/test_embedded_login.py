@@ -1,0 +1,113 @@
+"""An embedded broker and the machine's other users: whoever does not know the password gets nothing, whatever happened to the folder before."""
+
+from __future__ import annotations
+
+import socket
+import stat
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from relax_events.broker.admin import Admin
+from relax_events.broker.connection import Connection
+from relax_events.broker.embedded import EmbeddedBroker
+from relax_events.broker.embedded.state import write_state
+from relax_events.broker.embedded.tools import client_properties
+from relax_events.broker.quotas import QuotaEntity, read_quotas
+from relax_events.config import BrokerConfig
+from relax_events.errors import AccessDenied
+
+SECONDS = 10.0
+METADATA = bytes.fromhex("0000000e0003000100000001ffff00000000")
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedBroker]:
+    with EmbeddedBroker(tmp_path_factory.mktemp("node")) as running:
+        yield running
+
+
+def connection(broker: EmbeddedBroker, password_file: Path | None) -> Connection:
+    table = BrokerConfig(bootstrap_servers=broker.bootstrap_servers, embedded_password_file=password_file, request_timeout_seconds=SECONDS)
+    return Connection.of(table, client_id="test")
+
+
+def ping(broker: EmbeddedBroker, password_file: Path | None) -> None:
+    Admin(connection(broker, password_file)).ping(timeout_seconds=SECONDS)
+
+
+def test_whoever_reads_the_folder_gets_in(broker: EmbeddedBroker) -> None:
+    ping(broker, broker.password_file)
+    asked = connection(broker, broker.password_file)  # requests that are sent by hand log in too
+    assert read_quotas(asked, [QuotaEntity("client-id", "nobody")]) == {}
+
+
+def test_others_are_refused_with_the_remedy(broker: EmbeddedBroker, tmp_path: Path) -> None:
+    with pytest.raises(AccessDenied, match=r"lets in only clients that log in, and this one does not; an embedded broker's password lies in its"):
+        ping(broker, None)
+    (tmp_path / "guessed").write_text("guessed")
+    with pytest.raises(AccessDenied, match="user 'relax' was not let in"):
+        ping(broker, tmp_path / "guessed")
+
+
+def test_neither_listener_answers_before_a_login(broker: EmbeddedBroker) -> None:
+    state = broker.state
+    assert state is not None
+    for port in (state.port, state.controller_port):
+        with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as other:
+            other.sendall(METADATA)
+            assert other.recv(1) == b""
+
+
+def test_password_is_for_its_owner_alone_and_nowhere_else(broker: EmbeddedBroker) -> None:
+    assert broker.password_file is not None
+    settings = broker.directory / "server.properties"
+    password = broker.password_file.read_text()
+    assert stat.S_IMODE(broker.directory.stat().st_mode) == 0o700
+    assert stat.S_IMODE(broker.password_file.stat().st_mode) == stat.S_IMODE(settings.stat().st_mode) == 0o600
+    node_secret = next(line for line in settings.read_text().splitlines() if "plain.sasl.jaas" in line).split('"')[3]
+    process = psutil.Process(broker.pid)
+    shown = " ".join([*process.cmdline(), *process.environ().values(), broker.log_path.read_text(), (broker.directory / "broker.json").read_text()])
+    assert len(node_secret) >= 43
+    assert node_secret not in shown
+    assert password not in shown
+    written = [file for file in (broker.directory / "data").rglob("*") if file.is_file()]
+    assert not [file for file in written if password.encode() in file.read_bytes()]
+
+
+def test_tools_get_in_by_what_they_are_told(broker: EmbeddedBroker) -> None:
+    settings: dict[str, str | int | float | bool] = dict(line.split("=", 1) for line in client_properties(broker, form="librdkafka").splitlines())
+    assert AdminClient(settings).list_topics(timeout=SECONDS).brokers
+
+
+def test_folder_of_an_open_broker_is_taken_over_with_its_records(tmp_path: Path) -> None:
+    folder = tmp_path / "node"
+    with EmbeddedBroker(folder, has_password=False) as broker:
+        assert broker.password_file is None
+        bare = AdminClient({"bootstrap.servers": broker.bootstrap_servers})
+        bare.create_topics([NewTopic("kept", 1, 1)])["kept"].result(SECONDS)
+    with EmbeddedBroker(folder) as broker:
+        assert broker.password_file is None, "it was opened on purpose, and stays so"
+    state = broker.state
+    assert state is not None
+    write_state(folder / "broker.json", replace(state, login=""))  # as a release without passwords left it
+    with EmbeddedBroker(folder) as broker:
+        assert "kept" in Admin(connection(broker, broker.password_file)).topics("")
+        with pytest.raises(AccessDenied, match="lets in only clients that log in"):
+            ping(broker, None)
+
+
+def test_password_that_was_deleted_is_made_anew_and_the_old_one_ends(tmp_path: Path) -> None:
+    with EmbeddedBroker(tmp_path / "node") as broker:
+        assert broker.password_file is not None
+        old = tmp_path / "old"
+        old.write_bytes(broker.password_file.read_bytes())
+    (broker.directory / "password").unlink()
+    with EmbeddedBroker(tmp_path / "node") as broker:
+        ping(broker, broker.password_file)
+        with pytest.raises(AccessDenied, match="user 'relax' was not let in"):
+            ping(broker, old)

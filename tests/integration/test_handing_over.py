@@ -1,0 +1,92 @@
+"""A rollout worker that has to leave in the middle keeps its tokens, and the worker that takes the prompt group next goes on from them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from broker_steps import TIMEOUT_SECONDS, turn_until
+from event_samples import issued
+
+from relax_events.broker.connection import Connection
+from relax_events.broker.consumer import LogReader
+from relax_events.broker.producer import RecordProducer
+from relax_events.broker.records import OutRecord
+from relax_events.config import RunConfig
+from relax_events.engines.transformers import TransformersEngine
+from relax_events.events.codec import EventCodec
+from relax_events.events.types import SampleRolledOut
+from relax_events.objects import ObjectStore
+from relax_events.topics import TopicPlan
+from relax_events.weights.transport import VersionsOnly
+from tests.unit.pictures import picture_engine, picture_model
+from workers.handing_over import PREFIX
+from workers.opening import open_store, open_worker
+from workers.rollout import RolloutLoop
+
+CODEC, GROUP = EventCodec(), "000000-0000-0"
+NUM_BEFORE = 12
+
+
+class Reluctant:
+    """An engine that comes so far and draws no more, as one does whose samples are long."""
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._engine, name)
+
+    def poll(self, *, timeout_seconds: float) -> list[object]:
+        if self._engine.num_tokens >= NUM_BEFORE:
+            threading.Event().wait(timeout_seconds)
+            return []
+        return list(self._engine.poll(timeout_seconds=0.0))
+
+
+def work(config: RunConfig, engine: object, until: Callable[[], bool]) -> None:
+    """Let a rollout worker work until this holds, and drain it."""
+    with open_worker("rollout", config, index=0) as worker:
+        loop = RolloutLoop(worker, engine, VersionsOnly())  # type: ignore[arg-type]
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        try:
+            turn_until(until)
+        finally:
+            worker.drain.start()
+            thread.join(TIMEOUT_SECONDS)
+        assert not thread.is_alive()
+
+
+def test_worker_that_leaves_in_the_middle_keeps_its_tokens_and_the_next_one_goes_on(
+    apply_run: Callable[..., RunConfig], connection: Connection, producer: RecordProducer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = {"max_context_tokens": 256, "sampling": {"max_new_tokens": 24}}
+    model, workers = {"path": picture_model(), "device": "cpu"}, {"drain_seconds": 0.5}
+    config = apply_run(run={"directory": tmp_path}, model=model, data={"source": "scenes:colour"}, engine=engine, workers=workers)
+    plan, store = TopicPlan.of(config), open_store(config)
+    producer.write([OutRecord(plan.topic("prompt.groups"), CODEC.encode(issued(GROUP)), key=GROUP)])
+    first, second = picture_engine(), picture_engine()
+
+    work(config, Reluctant(first), lambda: first.num_tokens >= NUM_BEFORE)
+    assert kept(store) == [f"{PREFIX}{GROUP}"]
+    num_before = first.num_tokens
+
+    places = [(plan.topic("rollout.samples"), partition) for partition in range(plan.num_sample_partitions)]
+    reader, written = LogReader(connection, start=dict.fromkeys(places, 0)), list[SampleRolledOut]()
+
+    def is_written() -> bool:
+        events = (CODEC.decode(record.value) for record in reader.fetch(timeout_seconds=0.1))
+        written.extend(event for event in events if isinstance(event, SampleRolledOut))
+        return len(written) == 2 and not kept(store)
+
+    work(config, second, is_written)
+    reader.close()
+    num_tokens = sum(len(sample.tokens) - sample.num_prompt_tokens for sample in written)
+    assert (second.usage.num_resumed, second.num_tokens) == (num_before, num_tokens - num_before)
+
+
+def kept(store: ObjectStore) -> list[str]:
+    return store.list(PREFIX)

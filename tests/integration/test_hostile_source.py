@@ -1,0 +1,129 @@
+"""A log that a stranger has written: looking at it and forking it runs no code of his and contacts no address, before somebody agrees."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from relax_events.broker.connection import Connection
+from relax_events.broker.producer import RecordProducer
+from relax_events.broker.records import OutRecord
+from relax_events.cli import runs
+from relax_events.config import RunConfig
+from relax_events.control.cluster import Cluster
+from relax_events.control.runs.forking import SourceChoice, make_run_file
+from relax_events.control.runs.replay import settle_source
+from relax_events.control.runs.taking_over import NotTrusted
+from relax_events.errors import ConfigError
+from relax_events.events.codec import EventCodec
+from relax_events.pipeline.description import describe
+from relax_events.pipeline.source_run import SourceRun
+from relax_events.topics import TopicPlan
+
+CODEC = EventCodec()
+ApplyRun = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def stranger() -> Iterator[socket.socket]:
+    """Listen where the description leads; `was_called` tells whether anybody came."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        yield server
+
+
+def was_called(server: socket.socket) -> bool:
+    try:
+        server.accept()[0].close()
+    except BlockingIOError:
+        return False
+    return True
+
+
+@dataclasses.dataclass
+class Hostile:
+    """A run whose description a stranger has written, and the trace that his code would leave."""
+
+    config: RunConfig
+    tree: dict[str, Any]
+    trace: Path
+    tell: Callable[[dict[str, Any]], None]
+
+
+@pytest.fixture
+def hostile(apply_run: ApplyRun, producer: RecordProducer, tmp_path: Path, stranger: socket.socket) -> Hostile:
+    config, trace, url = apply_run(), tmp_path / "trace", f"http://127.0.0.1:{stranger.getsockname()[1]}"
+    (tmp_path / "evil.py").write_text(f"open({str(trace)!r}, 'w')\n")
+    evil = f"{tmp_path / 'evil.py'}:x"
+    tree = orjson.loads(describe(config).config)
+    tree["run"]["directory"] = str(tmp_path / "theirs")
+    tree["algorithm"]["name"] = tree["trainer"]["backend"] = tree["engine"]["name"] = evil
+    tree["reward"] |= {"function": "genrm", "options": {"url": url, "token_variable": "JUDGE_TOKEN"}}
+    tree["engine"]["sglang"]["urls"], tree["telemetry"]["traces"]["endpoint"] = [url], f"{url}/v1/traces"
+    topic = TopicPlan.of(config).topic("control.commands")
+
+    def tell(told: dict[str, Any]) -> None:
+        event = dataclasses.replace(describe(config), config=orjson.dumps(told).decode())
+        producer.write([OutRecord(topic, CODEC.encode(event), partition=0)])
+        producer.flush()
+
+    tell(tree)
+    return Hostile(config, tree, trace, tell)
+
+
+@pytest.mark.parametrize("verb", [runs.fork, runs.replay])
+def test_hostile_log_is_refused_with_a_list_and_nothing_is_used(
+    verb: Callable[..., int],
+    hostile: Hostile,
+    stranger: socket.socket,
+    bootstrap_servers: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", "s3cr3t-of-the-forker")
+    place: dict[str, Any] = {"bootstrap_servers": bootstrap_servers, "directory": tmp_path / "mine"}
+    runs.list_runs(**place)
+    runs.show(hostile.config.run.id, **place)
+    assert hostile.config.run.id in capsys.readouterr().out
+    with pytest.raises(NotTrusted) as refused:
+        verb(hostile.config.run.id, f"{hostile.config.run.id}-new", **place)
+    assert refused.value.exit_code == 2
+    listed = {named.key for named in refused.value.named}
+    used_by_both = {"algorithm.name", "trainer.backend", "model.path", "run.directory", "telemetry.traces.endpoint"}
+    of_a_fork = {"engine.name", "engine.sglang.urls", "reward.options.url", "reward.options.token_variable", "data.source"}
+    assert listed == (used_by_both | of_a_fork if verb is runs.fork else used_by_both)
+    assert "give --trust-source to take them over as they are" in str(refused.value)
+    assert not hostile.trace.exists()
+    assert not was_called(stranger)
+    assert not (tmp_path / "mine").exists()
+
+
+def test_store_of_the_source_is_the_one_that_was_agreed_to(
+    hostile: Hostile, connection: Connection, bootstrap_servers: str, tmp_path: Path
+) -> None:
+    """The log may say something else by the time at which the workers start."""
+    honest = orjson.loads(describe(hostile.config).config)
+    honest["run"]["directory"] = str(tmp_path / "theirs")
+    hostile.tell(honest)
+    cluster = Cluster.named(config=None, bootstrap_servers=bootstrap_servers, directory=tmp_path / "mine")
+    source = SourceRun.read(connection, hostile.config.run.id)
+    new = f"{hostile.config.run.id}-new"
+    config = make_run_file(cluster, source, new, SourceChoice(hostile.config.run.id, "live", 0), (), accept=lambda _: None)
+    assert config.source.objects_uri == source.config.objects_uri
+    assert settle_source(config).source.objects_uri == source.config.objects_uri
+    honest["run"]["directory"] = str(tmp_path / "evil")
+    hostile.tell(honest)
+    again = SourceRun.read(connection, hostile.config.run.id, own=config)
+    assert again.config.objects_uri != again.objects_uri == config.source.objects_uri
+    with pytest.raises(ConfigError, match=r"says that its objects lie in file://.*/evil/.*; set source\.objects_uri to where they are"):
+        settle_source(config)
+    unsaid = config.model_copy(update={"source": config.source.model_copy(update={"objects_uri": ""})})
+    with pytest.raises(ConfigError, match=r"and the run file that they lie in file://.*/mine/runs/"):
+        settle_source(unsaid)

@@ -1,0 +1,34 @@
+"""The ledger's reader over the log that the real work loops leave: in blocks of any size it comes to what a reader of everything does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_worker_machine import WorkerMachine
+
+from relax_events.broker.connection import Connection
+from relax_events.broker.consumer import LogReader
+from relax_events.control.ledger import reading
+from relax_events.control.ledger.reading import LedgerReader
+
+
+@pytest.mark.parametrize("size", [1, 7, 100_000])
+def test_blocks_of_any_size_come_to_the_same(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BLOCK_RECORDS", "CHUNK_RECORDS", "LARGE_CHUNK_RECORDS"):
+        monkeypatch.setattr(reading, name, size)
+    machine = WorkerMachine()
+    machine.start_run()
+    try:
+        machine.everyone_works(3, num_rolled_out=4)
+        machine._finish()
+        run = machine.run
+        run.look()
+        config = run.config.model_copy(update={"objects": run.config.objects.model_copy(update={"uri": tmp_path.as_uri()})})
+        reader = LogReader(Connection.of(config.broker, client_id="ledger"))
+        ledger = LedgerReader(config, Connection.of(config.broker, client_id="ledger"), reader).read()
+        assert ledger.problems() == run.ledger.problems() == []
+        assert ledger.unproven() == []
+        assert ledger.figures() == run.ledger.figures()
+    finally:
+        machine.teardown()

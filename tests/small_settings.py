@@ -1,0 +1,31 @@
+"""The settings of runs in tests where a real run derives them: models are tiny, and one thread computes the same everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from relax_events.config import RunConfig
+from relax_events.config.filling import missing_keys, with_values
+
+SMALL: Mapping[str, Any] = {
+    "trainer.learning_rate": 1e-3,
+    "trainer.threads": 1,
+    "trainer.max_tokens_per_micro_batch": 8192,
+    "model.dtype": "float32",
+    "judge.dtype": "float32",
+    "judge.engine.threads": 1,
+    "teacher.dtype": "float32",
+    "teacher.threads": 1,
+    "critic.threads": 1,
+    "engine.max_context_tokens": 512,
+    "engine.sampling.max_new_tokens": 32,
+    "engine.threads": 1,
+    "workers.drain_seconds": 20.0,
+}
+
+
+def small_run(tree: Any) -> RunConfig:
+    """Return what a run file says, with small settings for what it leaves out."""
+    config = RunConfig.model_validate(tree)
+    return with_values(config, {key: SMALL[key] for key in missing_keys(config)})

@@ -1,0 +1,65 @@
+"""The actor-forward role scores under several policy versions, and holds few of them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+from event_samples import published
+
+from workers.actor_forward import MAX_VERSIONS, VersionedWeights
+
+
+class Artifact:
+    """Weights of a version, counted while they live."""
+
+    alive = 0
+
+    def __init__(self, policy_version: int) -> None:
+        self.policy_version = policy_version
+        Artifact.alive += 1
+
+    def __del__(self) -> None:
+        Artifact.alive -= 1
+
+
+class Stage:
+    """Versions that are asked for: which were read from the store, and how many were in memory when one was."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+        self.held: list[int] = []
+        self.loaded: list[int] = []
+        worker: Any = SimpleNamespace(
+            plan=SimpleNamespace(num_slots=8),
+            control=SimpleNamespace(latest=None),
+            beats=SimpleNamespace(policy_version=-1),
+            transfer=lambda name: nullcontext(),
+        )
+        scorer: Any = SimpleNamespace(load_weights=lambda weights: self.loaded.append(weights.policy_version))
+        self.versions = VersionedWeights(worker, scorer, self)  # type: ignore[arg-type]
+        for version in range(6):
+            self.versions.note(published(version))
+
+    def fetch(self, event: Any) -> Any:
+        self.held.append(Artifact.alive)
+        self.read.append(event.policy_version)
+        return Artifact(event.policy_version)
+
+
+def test_no_more_than_two_versions_are_held_also_while_the_next_is_read() -> None:
+    stage = Stage()
+    for version in (0, 0, 1, 2, 3, 4, 5):
+        assert stage.versions.use(version) == version
+    assert stage.read == stage.loaded == [0, 1, 2, 3, 4, 5]
+    assert max(stage.held) == MAX_VERSIONS - 1
+    assert Artifact.alive == MAX_VERSIONS
+
+
+def test_neighbours_that_alternate_are_read_once_and_an_old_version_is_read_again() -> None:
+    stage = Stage()
+    for version in (3, 4, 3, 4, 3, 5, 3, 4):
+        stage.versions.use(version)
+    assert stage.read == [3, 4, 5, 4], "the one that was used longest ago went"
+    assert stage.loaded == [3, 4, 3, 4, 3, 5, 3, 4]

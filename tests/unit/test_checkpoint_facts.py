@@ -1,0 +1,101 @@
+"""What a checkpoint's folder says of itself."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from relax_events.config.facts import CheckpointFacts
+from relax_events.config.generation import TinyModelConfig
+from relax_events.control.machine import gpu_memory
+from relax_events.errors import ConfigError
+from relax_events.models.checkpoint_facts import read_facts, tiny_facts
+
+QWEN3_4B = {
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 9728,
+    "max_position_embeddings": 40_960,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_30B = QWEN3_4B | {
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "tie_word_embeddings": False,
+}
+
+
+def folder_of(path: Path, config: dict[str, Any], tensors: dict[str, tuple[str, list[int]]] | None = None) -> Path:
+    (path / "config.json").write_bytes(orjson.dumps(config))
+    if tensors is not None:
+        header = {"__metadata__": {"format": "pt"}} | {name: {"dtype": kind, "shape": shape} for name, (kind, shape) in tensors.items()}
+        text = orjson.dumps(header)
+        (path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    return path
+
+
+def test_dense_model_is_read(tmp_path: Path) -> None:
+    facts = read_facts(folder_of(tmp_path, QWEN3_4B, {"a": ("BF16", [100, 10]), "b": ("BF16", [24])}))
+    assert facts == CheckpointFacts("bfloat16", 1024, 151_936, 2560, 36, 32, 8, 128, 9728, 40_960)
+
+
+def test_token_goes_through_the_chosen_experts_alone(tmp_path: Path) -> None:
+    facts = read_facts(folder_of(tmp_path, QWEN3_30B))
+    assert facts.mlp_size == 6144
+    assert facts.num_parameters == pytest.approx(30_532_122_624, rel=0.001)
+
+
+def test_parameters_are_estimated_where_there_are_no_files(tmp_path: Path) -> None:
+    assert read_facts(folder_of(tmp_path, QWEN3_4B)).num_parameters == pytest.approx(4_022_468_096, rel=0.001)
+
+
+def test_language_model_and_thinker_are_found_inside(tmp_path: Path) -> None:
+    config = {"thinker_config": {"text_config": QWEN3_30B | {"torch_dtype": None}, "dtype": "float32"}}
+    facts = read_facts(folder_of(tmp_path, config, {"thinker.a": ("F32", [8]), "talker.a": ("F32", [800])}))
+    assert (facts.dtype, facts.num_parameters, facts.hidden_size) == ("float32", 8, 2048)
+
+
+@pytest.mark.parametrize(("named", "kind", "dtype"), [("float32", "F32", "float32"), (None, "BF16", "bfloat16"), ("float16", "F16", "bfloat16")])
+def test_type_is_the_one_that_is_named_or_else_the_files(tmp_path: Path, named: str | None, kind: str, dtype: str) -> None:
+    assert read_facts(folder_of(tmp_path, QWEN3_4B | {"torch_dtype": named}, {"a": (kind, [2])})).dtype == dtype
+
+
+def test_folder_that_says_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config.json does not say what the model is: 'hidden_size'"):
+        read_facts(folder_of(tmp_path, {"model_type": "qwen3"}))
+
+
+def test_file_that_is_no_safetensors_is_named(tmp_path: Path) -> None:
+    folder_of(tmp_path, QWEN3_4B)
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(ConfigError, match=r"model.safetensors is no safetensors file"):
+        read_facts(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_tiny_model_is_known_before_it_is_made(family: str) -> None:
+    facts = tiny_facts(TinyModelConfig.model_validate({"family": family, "hidden_size": 64, "num_layers": 2, "vocab_size": 256}))
+    assert (facts.dtype, facts.num_heads, facts.num_kv_heads, facts.max_position_embeddings) == ("float32", 4, 2, 4096)
+
+
+def test_gpus_are_those_that_the_process_may_use() -> None:
+    answer = "0, GPU-aa, 81559\n1, GPU-bb, 40960\n"
+    assert gpu_memory(answer, visible=None) == (81559 * 2**20, 40960 * 2**20)
+    assert gpu_memory(answer, visible="1") == (40960 * 2**20,)
+    assert gpu_memory(answer, visible="GPU-aa") == (81559 * 2**20,)
+    assert gpu_memory(answer, visible="") == ()

@@ -1,0 +1,53 @@
+"""Two generations of a prompt group are told apart by what their samples are made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from event_samples import rolled_out
+
+from relax_events.events.generations import trajectory_of, with_generation_digest
+from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality, VersionSegment
+from relax_events.events.types import SampleRolledOut
+
+TURN = ChatMessage("user", [ContentPart(Modality.IMAGE, None, MediaRef("file:///objects/a.png", b"a" * 32, "image/png", 3))])
+
+
+def generation(**changes: Any) -> list[SampleRolledOut]:
+    """Make a prompt group of two samples, and change the second."""
+    return [rolled_out(index=0), dataclasses.replace(rolled_out(index=1), **changes)]
+
+
+def digest_of(samples: list[SampleRolledOut]) -> str:
+    marked = with_generation_digest(samples)
+    assert len({sample.generation_digest for sample in marked}) == 1
+    return marked[0].generation_digest
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens": np.array([5, 6, 7, 9], np.int32)},
+        {"loss_mask": np.array([0, 0, 0, 1], np.uint8)},
+        {"rollout_logprobs": np.array([0, 0, -0.5, -0.26], np.float32)},
+        {"version_segments": [VersionSegment(0, 1), VersionSegment(1, 1)]},
+        {"turns": [TURN]},
+    ],
+    ids=["tokens", "loss_mask", "rollout_logprobs", "version_segments", "media"],
+)
+def test_another_trajectory_is_another_generation(changes: dict[str, Any]) -> None:
+    assert digest_of(generation(**changes)) != digest_of(generation())
+
+
+def test_the_same_work_done_twice_is_one_generation() -> None:
+    again = generation(worker_id="rollout-1", rolled_out_at=2)
+    assert digest_of(again) == digest_of(generation()[::-1]) == digest_of(generation())
+    assert len(digest_of(again)) == 32
+
+
+def test_trajectory_is_named_by_sample_version_and_generation() -> None:
+    sample = with_generation_digest(generation())[1]
+    assert trajectory_of(sample) == ("000000-0000-0/1", 0, sample.generation_digest)

@@ -1,0 +1,65 @@
+"""Recorded batches are read ahead within a bound of bytes, and decoded one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from event_samples import committed, ready
+
+from relax_events.broker.records import Record
+from relax_events.events.types import SampleReady, TrainStepCommitted
+from relax_events.training import recorded_batches
+from relax_events.training.ranks import SingleRank
+from relax_events.training.recorded_batches import RecordedBatches
+
+RECORD_BYTES = 100
+
+
+def step(number: int) -> TrainStepCommitted:
+    """Return a step of two samples at offsets of their own."""
+    return committed(
+        number,
+        sample_ids=[f"{number:06d}-0000-0/{index}" for index in range(2)],
+        partitions=np.zeros(2, np.int32),
+        offsets=np.array([2 * number, 2 * number + 1], np.int64),
+        ranks=np.zeros(2, np.int32),
+        micro_batches=np.zeros(2, np.int32),
+    )
+
+
+class Log:
+    """Gives records, and remembers how many at once."""
+
+    def __init__(self) -> None:
+        self.num_read: list[int] = []
+
+    def read_exactly(self, topic: str, places: Collection[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        self.num_read.append(len(places))
+        return {place: Record(topic, *place, "", bytes(RECORD_BYTES), {}, 0) for place in places}
+
+
+@pytest.mark.parametrize(("max_bytes", "num_read"), [(0, [2] * 10), (6 * RECORD_BYTES, [2, 6, 6, 6]), (1 << 30, [2, 18])])
+def test_steps_are_read_within_a_bound_of_bytes_and_decoded_one_by_one(
+    max_bytes: int, num_read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded_batches, "MAX_BYTES_AT_ONCE", max_bytes)
+    decoded: list[int] = []
+
+    def decode(record: Record) -> SampleReady:
+        decoded.append(record.offset)
+        return ready(f"{record.offset // 2:06d}-0000-0", record.offset % 2)
+
+    worker: Any = SimpleNamespace(plan=SimpleNamespace(shards=1, topic=lambda entity: entity))
+    log: Any = Log()
+    batches = RecordedBatches(worker, SingleRank(), decode=decode).read(log, [step(number) for number in range(10)])
+    for number in range(10):
+        batch = next(batches)
+        assert batch.step.train_step == number
+        assert [placed.sample.sample_index for placed in batch.samples] == [0, 1]
+        assert len(decoded) == 2 * (number + 1), "a step was decoded before it was asked for"
+    assert next(batches, None) is None
+    assert log.num_read == num_read

@@ -1,0 +1,46 @@
+"""Completions of 100 kilobytes that are made to be read slowly: reading takes a time that grows with their length, not with its square."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from relax_events.rewards.verifiers.choices import gpqa, multiple_choice
+from relax_events.rewards.verifiers.ifeval import ifeval
+
+pytestmark = pytest.mark.unit
+NUM_CHARACTERS = 100_000
+MAX_SECONDS = 5
+"""Of processor; where time grows with the square of the length these take many times as long."""
+
+
+def follow(name: str, **kwargs: int) -> Callable[[str], object]:
+    return lambda text: ifeval(text, answer="", metadata={"instruction_id_list": [name], "kwargs": [kwargs]}, prompt="")
+
+
+def call(function: Callable[..., object]) -> Callable[[str], object]:
+    return lambda text: function(text, answer="A", metadata={}, prompt="")
+
+
+CASES = [
+    (follow("length_constraints:number_sentences", num_sentences=3), "."),
+    (follow("detectable_content:number_placeholders", num_placeholders=3), "["),
+    (follow("detectable_format:number_bullet_lists", num_bullets=3), "a" + "\n" * NUM_CHARACTERS + "x"),
+    (follow("detectable_format:title"), "<<"),
+    (follow("detectable_format:json_format"), "```" + " " * NUM_CHARACTERS + "x"),
+    (follow("detectable_format:json_format"), "["),
+    (follow("format:thesis"), "<i>"),
+    (follow("format:emoji"), "."),
+    (call(gpqa), "a" + "\n" * NUM_CHARACTERS + "x"),
+    (call(multiple_choice), "<answer>"),
+]
+
+
+@pytest.mark.parametrize(("reward", "piece"), CASES)
+def test_long_hostile_completion_is_read_in_time(reward: Callable[[str], object], piece: str) -> None:
+    text = (piece * (NUM_CHARACTERS // len(piece) + 1))[:NUM_CHARACTERS] + "x"
+    started = time.process_time()
+    reward(text)
+    assert time.process_time() - started < MAX_SECONDS

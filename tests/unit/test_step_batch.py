@@ -1,0 +1,102 @@
+"""A prompt group that a backend refuses is left out of its step whole, and what the step's weights come from is what its record names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from event_samples import ready
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_events.errors import ObjectError, PoisonSample
+from relax_events.events.types import SampleReady
+from relax_events.training.assembly import PlacedSample
+from relax_events.training.packing import MicroBatcher
+from relax_events.training.step_batch import RefusedGroup, StepBatch
+from relax_events.training.step_record import StepShare
+
+PER_GROUP = 4
+
+
+class Backend:
+    """Keeps the ids of what it was given, and refuses some samples."""
+
+    def __init__(self, poison: set[str]) -> None:
+        self.poison = poison
+        self.micro_batches: list[list[str]] = []
+
+    def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
+        ids = [sample.sample_id for sample in micro_batch]
+        if bad := [sample_id for sample_id in ids if sample_id in self.poison]:
+            raise PoisonSample(f"sample {bad[0]} is poison")
+        self.micro_batches.append(ids)
+
+    def discard(self) -> None:
+        self.micro_batches = []
+
+
+def group(index: int) -> list[PlacedSample]:
+    group_id = f"000000-{index:04d}-0"
+    return [PlacedSample(ready(group_id, number, of=PER_GROUP), 0, PER_GROUP * index + number) for number in range(PER_GROUP)]
+
+
+def ids_of(members: Sequence[PlacedSample]) -> list[str]:
+    return [item.sample.sample_id for item in members]
+
+
+def run_step(groups: Sequence[list[PlacedSample]], backend: Backend, *, num_samples: int, whole: bool) -> StepBatch:
+    num_tokens = len(groups[0][0].sample.tokens) * num_samples
+    batcher = MicroBatcher(max_tokens=num_tokens, whole_prompt_groups=whole)
+    batch = StepBatch(StepShare(0), batcher, trainer_version=0, accumulate=backend.accumulate, discard=backend.discard)
+    for members in groups:
+        batch.feed(members)
+    batch.flush()
+    return batch
+
+
+@given(poison=st.sets(st.tuples(st.integers(0, 3), st.integers(0, PER_GROUP - 1)), max_size=4), num_samples=st.integers(1, 9), whole=st.booleans())
+def test_step_holds_every_other_group_once(poison: set[tuple[int, int]], num_samples: int, whole: bool) -> None:
+    groups = [group(index) for index in range(4)]
+    backend = Backend({groups[index][number].sample.sample_id for index, number in poison})
+    batch = run_step(groups, backend, num_samples=num_samples, whole=whole)
+    left_out = {index for index, _ in poison}
+    kept = [members for index, members in enumerate(groups) if index not in left_out]
+    trained = [sample_id for micro_batch in backend.micro_batches for sample_id in micro_batch]
+    assert sorted(trained) == sorted(sample_id for members in kept for sample_id in ids_of(members))
+    assert batch.share.prompt_group_ids == [members[0].sample.prompt_group_id for members in kept]
+    assert batch.share.sample_ids == trained
+    assert batch.share.take_micro_batches() == backend.micro_batches
+    refused = batch.take_refused()
+    assert {item.prompt_group_id for item in refused} == {groups[index][0].sample.prompt_group_id for index in left_out}
+    assert all(" is poison" in str(item.error) for item in refused)
+    assert batch.take_refused() == []
+
+
+def test_step_starts_again_when_a_part_of_the_group_was_trained() -> None:
+    groups = [group(0), group(1), group(2)]
+    backend = Backend({"000000-0001-0/3"})
+    batch = run_step(groups, backend, num_samples=6, whole=False)
+    assert backend.micro_batches == [ids_of(groups[0]), ids_of(groups[2])]
+    assert batch.share.offsets == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert batch.share.num_micro_batches == 2
+    (refused,) = batch.take_refused()
+    assert (refused.prompt_group_id, refused.policy_version) == ("000000-0001-0", 0)
+    assert (0, 7) in refused.places
+
+
+def test_group_whose_samples_can_not_be_had_is_left_out() -> None:
+    backend = Backend(set())
+    batch = run_step([group(0)], backend, num_samples=4, whole=True)
+    batch.refuse(RefusedGroup("000000-0001-0", 0, [(0, 4)], ObjectError("an object is missing")))
+    assert [item.prompt_group_id for item in batch.take_refused()] == ["000000-0001-0"]
+    assert batch.share.prompt_group_ids == ["000000-0000-0"]
+
+
+def test_other_errors_are_not_swallowed() -> None:
+    class Broken(Backend):
+        def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
+            raise ValueError("out of memory")
+
+    with pytest.raises(ValueError, match="out of memory"):
+        run_step([group(0)], Broken(set()), num_samples=1, whole=False)

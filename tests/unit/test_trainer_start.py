@@ -1,0 +1,31 @@
+"""A run that begins with another run's weights: its first checkpoint is a whole model's, and may take as long as one."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from relax_events.training.protocol import TrainerState
+from workers import trainer
+from workers.trainer import TrainLoop
+
+
+def test_first_checkpoint_may_take_as_long_as_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    named: list[str] = []
+    state = TrainerState(policy_version=0, tensors={})
+    pending = SimpleNamespace(wait=waited.append)
+    loop: Any = SimpleNamespace(
+        _config=SimpleNamespace(first_version=3, health=SimpleNamespace(transfer_seconds=5_000.0)),
+        _ranks=None,
+        _backend=SimpleNamespace(state=lambda: state, load_state=lambda _: None),
+        _checkpoints=SimpleNamespace(save=lambda *_, **__: pending),
+        _worker=SimpleNamespace(transfer=lambda name: named.append(name) or nullcontext()),
+    )
+    monkeypatch.setattr(trainer, "read_start", lambda *_, **__: SimpleNamespace(state=state, kind="weights"))
+    source: Any = SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(id="old")))
+    TrainLoop._start_from(loop, source)
+    assert (waited, named) == ([5_000.0], ["write the first checkpoint"])
