@@ -76,13 +76,20 @@ def bootstrap_servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
 
 
 @pytest.fixture(scope="session")
-def sglang_python() -> str:
-    """Give an interpreter that has SGLang."""
-    if SGLANG_PYTHON.exists():
-        return str(SGLANG_PYTHON)
-    if find_spec("sglang") is None:
+def gate_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Name the file that shuts the gate before SGLang's servers while it is there."""
+    return tmp_path_factory.mktemp("gate") / "shut"
+
+
+@pytest.fixture(scope="session")
+def sglang_python(tmp_path_factory: pytest.TempPathFactory, gate_file: Path) -> str:
+    """Give an interpreter that has SGLang, and the gate before it."""
+    from sglang_gate import gated_interpreter
+
+    if not SGLANG_PYTHON.exists() and find_spec("sglang") is None:
         pytest.skip("SGLang is not installed; run `make sglang`")
-    return sys.executable
+    python = str(SGLANG_PYTHON) if SGLANG_PYTHON.exists() else sys.executable
+    return gated_interpreter(python, tmp_path_factory.mktemp("gated"), gate_file)
 
 
 def pytest_runtest_teardown() -> None:
@@ -107,11 +114,11 @@ def run_id() -> str:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Give a gate, open at first, before all engines of this process."""
+def gate(monkeypatch: pytest.MonkeyPatch, gate_file: Path) -> Iterator[Gate]:
+    """Give a gate, open at first, before all engines of this process and all servers that tests start."""
     from engine_gate import Gate
 
-    made = Gate(monkeypatch)
+    made = Gate(monkeypatch, gate_file)
     yield made
     made.open()
 

@@ -1,8 +1,9 @@
-"""A gate before the engines of this process: samples stay under way for as long as a test needs them to, however fast the machine is."""
+"""A gate before engines: samples stay under way for as long as a test needs them to, however fast the machine is."""
 
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -15,11 +16,12 @@ HELD_POLL_SECONDS = 0.05
 class Gate:
     """While it is shut, every engine stops drawing once each of its samples has some tokens; a sample that joins later gets as many.
 
-    It stands in `TransformersEngine.poll`, so it holds our own servers and routed engines too as far as they run in this process. A server
-    in another process knows nothing of it.
+    It stands in `TransformersEngine.poll`, so it holds our own servers and routed engines too as far as they run in this process. SGLang's
+    servers, which run in processes of their own, look at a file and go on by a few steps a second while it is there (`sglang_gate`).
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+        self._file = file
         self._num_tokens: int | None = None
         self._engine: TransformersEngine | None = None
         self.reached = threading.Event()
@@ -43,10 +45,14 @@ class Gate:
         """Let engines draw no more once each sample has so many tokens."""
         self._num_tokens = num_tokens
         self.reached.clear()
+        unseen = self._file.with_suffix(".new")
+        unseen.write_text(str(num_tokens))
+        unseen.rename(self._file)
 
     def open(self) -> None:
         """Let engines go on."""
         self._num_tokens = None
+        self._file.unlink(missing_ok=True)
 
     @property
     def num_running(self) -> int:

@@ -35,11 +35,11 @@ from relax_events.weights import Weights
 
 pytestmark = pytest.mark.timeout(720)  # the first test waits for the server
 LONG = 400
-"""Tokens of a sample that the gate holds; on a server in another process it takes the client far less time to look than the server to draw them."""
+"""Tokens of a sample that the gate holds."""
 
 
 def begin(engine: Engine, request: GenerationRequest, gate: Gate) -> None:
-    """Let an engine generate until a few tokens of each sample are there, and hold it there; a server in another process runs on."""
+    """Let an engine generate until a few tokens of each sample are there, and hold it there; SGLang goes on, slowly."""
     gate.shut()
     engine.submit(request)
     while True:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine_gate import Gate
 from engine_requests import continued, finish, make_prompt, make_request, other_weights, plain_logprobs, tiny_model
 from routed_samples import chosen_by
 from served_model import served
@@ -21,6 +22,8 @@ from relax_events.events.parts import VersionSegment
 
 pytestmark = pytest.mark.timeout(720)  # the first test waits for the server
 FAMILY, LONG = "qwen3_moe", 300
+MORE = 64
+"""Tokens at which samples that have been taken out once are held: more than they had then."""
 
 
 @pytest.fixture(scope="module", params=["sglang", "served"])
@@ -53,15 +56,16 @@ def check_whole(request: GenerationRequest, sample: GeneratedSample, path: Path)
     np.testing.assert_allclose(sample.logprobs, plain_logprobs(request.prompt_tokens, sample.tokens, path=path), atol=1e-5)
 
 
-def begin(engine: SGLangEngine, request: GenerationRequest) -> list[GeneratedSample]:
-    """Let samples begin, and take them out again with more than a few tokens."""
+def begin(engine: SGLangEngine, request: GenerationRequest, gate: Gate) -> list[GeneratedSample]:
+    """Let samples begin, and take them out again with some tokens."""
+    gate.shut(12)
+    before = engine.num_tokens
     engine.submit(request)
-    while True:
+    while engine.num_tokens < before + 10 * len(request.samples):
         assert engine.poll(timeout_seconds=0.1) == []
-        partial = engine.abort()
-        if min(len(sample.tokens) for sample in partial) > 8:
-            return partial
-        engine.submit(continued(request, partial))
+    partial = engine.abort()
+    gate.open()
+    return partial
 
 
 def test_experts_are_those_of_transformers_for_all_tokens_in_all_layers(engine: SGLangEngine) -> None:
@@ -75,9 +79,9 @@ def test_experts_are_those_of_transformers_for_all_tokens_in_all_layers(engine: 
 
 
 @pytest.mark.parametrize("num_told", [None, 0, 5])
-def test_sample_that_goes_on_is_told_of_as_a_whole(engine: SGLangEngine, num_told: int | None) -> None:
+def test_sample_that_goes_on_is_told_of_as_a_whole(engine: SGLangEngine, gate: Gate, num_told: int | None) -> None:
     request = make_request(2, max_new_tokens=LONG, temperature=1.3)
-    partial = begin(engine, request)
+    partial = begin(engine, request, gate)
     for sample in partial:
         assert sample.routed_experts is not None
         assert len(sample.routed_experts) == len(sequence_of(request, sample)) - 1
@@ -88,12 +92,15 @@ def test_sample_that_goes_on_is_told_of_as_a_whole(engine: SGLangEngine, num_tol
         assert sample.routed_experts.tolist() == chosen_by(tiny_model(FAMILY), sequence_of(request, sample)).tolist()
 
 
-def test_each_segment_carries_the_routing_of_the_weights_that_drew_it(engine: SGLangEngine) -> None:
+def test_each_segment_carries_the_routing_of_the_weights_that_drew_it(engine: SGLangEngine, gate: Gate) -> None:
     request, (weights, path) = make_request(3, max_new_tokens=LONG), other_weights(1, family=FAMILY)
-    engine.submit(continued(request, begin(engine, request)))
+    partial = begin(engine, request, gate)
+    gate.shut(MORE)
+    engine.submit(continued(request, partial))
     while engine.usage.num_decoding < len(request.samples):
         assert engine.poll(timeout_seconds=0.05) == []
     engine.load_weights(weights, on_running="restart")
+    gate.open()
     for sample in finish(engine).values():
         tokens, (first, second) = sequence_of(request, sample), sample.segments
         assert (first.policy_version, second.policy_version) == (0, 1)
@@ -109,14 +116,16 @@ def test_each_segment_carries_the_routing_of_the_weights_that_drew_it(engine: SG
         check_whole(request, sample, path)
 
 
-def test_kept_cache_keeps_the_routing_that_it_was_made_with(engine: SGLangEngine) -> None:
+def test_kept_cache_keeps_the_routing_that_it_was_made_with(engine: SGLangEngine, gate: Gate) -> None:
     request, (weights, _) = make_request(4, max_new_tokens=440), other_weights(2, seed=5, family=FAMILY)
     before = engine.policy_version
-    partial, num_drawn = begin(engine, request), engine.num_tokens
+    partial, num_drawn = begin(engine, request, gate), engine.num_tokens
+    gate.shut(MORE)
     engine.submit(continued(request, partial))
     while engine.num_tokens < num_drawn + 16:
         assert engine.poll(timeout_seconds=0.05) == []
     engine.load_weights(weights, on_running="swap")
+    gate.open()
     path = {0: tiny_model(FAMILY), 1: tiny_model(FAMILY, seed=4)}[before]
     samples = finish(engine).values()
     assert any(segment.kept_cache for sample in samples for segment in sample.segments)

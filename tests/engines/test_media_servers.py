@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_gate import Gate
 from engine_requests import MakeEngine, continued, finish
 from numpy.typing import NDArray
 from PIL import Image
@@ -106,6 +107,14 @@ def layout(model: Model) -> MediaLayout:
     return found
 
 
+def begin(engine: Engine, request: GenerationRequest, gate: Gate) -> None:
+    """Let a server draw some tokens of each sample, and slow it down there."""
+    gate.shut(8)
+    engine.submit(request)
+    while engine.num_tokens < 8 * len(request.samples):
+        assert engine.poll(timeout_seconds=0.02) == []
+
+
 def pieces_of(library: MediaLibrary, kinds: Sequence[tuple[Modality, Any]], *, seed: int = 0) -> tuple[ProcessedMedia, ...]:
     """Put pieces into a library, and take them out as the model is shown them."""
     return tuple(library.processed(library.admit(item_of(*kind, seed=seed + place))) for place, kind in enumerate(kinds))
@@ -196,14 +205,13 @@ def test_logprobs_agree_with_one_whole_forward_under_each_version(make: MakeEngi
     assert {sample.segments for sample in samples.values()} == {(VersionSegment(1, 8),)}
 
 
-def test_restart_looks_at_media_again_under_the_new_weights(make: MakeEngine, model: Model, library: MediaLibrary) -> None:
+def test_restart_looks_at_media_again_under_the_new_weights(make: MakeEngine, gate: Gate, model: Model, library: MediaLibrary) -> None:
     engine, other = make(), model(seed=4)
     kinds = [PICTURE, CLIP, LONGER] if hears(model()) else [PICTURE, CLIP]
     request = asked(model(), 1, pieces_of(library, kinds), max_new_tokens=LONG)
-    engine.submit(request)
-    while engine.num_tokens < 20:
-        assert engine.poll(timeout_seconds=0.02) == []
+    begin(engine, request, gate)
     engine.load_weights(weights_of(other, 1), on_running="restart")
+    gate.open()
     for sample in finish(engine).values():
         first, second = sample.segments
         assert (first.policy_version, second.policy_version) == (0, 1)
@@ -234,18 +242,17 @@ def test_experts_are_those_of_the_trainer_for_all_tokens_media_among_them(url: s
             assert sample.routed_experts.tolist() == chosen_by(model(), request, sample.tokens).tolist()
 
 
-def test_swap_lets_what_has_begun_go_on_and_all_else_begin_anew(make: MakeEngine, model: Model, library: MediaLibrary) -> None:
+def test_swap_lets_what_has_begun_go_on_and_all_else_begin_anew(make: MakeEngine, gate: Gate, model: Model, library: MediaLibrary) -> None:
     """Some that wait, or are read in part, have the pictures of samples that run: nothing of them that the server keeps may be used."""
     engine, other = make(), model(seed=4)
     pieces = [pieces_of(library, [PICTURE, CLIP, WIDE], seed=10 * number) for number in range(5)]
     running = asked(model(), 1, pieces[0], num_samples=3, max_new_tokens=2 * LONG)
     requests = [running, *(asked(model(), 2 + number, shown) for number, shown in enumerate(pieces))]
-    engine.submit(running)
-    while engine.num_tokens < 40:
-        assert engine.poll(timeout_seconds=0.02) == []
+    begin(engine, running, gate)
     for request in requests[1:]:
         engine.submit(request)
     engine.load_weights(weights_of(other, 1), on_running="swap")
+    gate.open()
     samples = finish(engine)
     differences: dict[VersionSegment, list[float]] = {}
     for request in requests:
@@ -262,12 +269,11 @@ def test_swap_lets_what_has_begun_go_on_and_all_else_begin_anew(make: MakeEngine
     check(engine, [asked(model(), 0, pieces[0])], path=other)
 
 
-def test_aborted_samples_go_on_behind_their_media(make: MakeEngine, model: Model, library: MediaLibrary) -> None:
+def test_aborted_samples_go_on_behind_their_media(make: MakeEngine, gate: Gate, model: Model, library: MediaLibrary) -> None:
     engine, request = make(), asked(model(), 1, pieces_of(library, [CLIP]), max_new_tokens=LONG)
-    engine.submit(request)
-    while engine.num_tokens < 20:
-        assert engine.poll(timeout_seconds=0.02) == []
+    begin(engine, request, gate)
     partial = engine.abort()
+    gate.open()
     assert all(0 < len(sample.tokens) < LONG for sample in partial)
     check(engine, [replace(continued(request, partial), media=request.media)], path=model())
 

@@ -1,0 +1,58 @@
+"""A plugin of SGLang's for servers that tests start: while the gate's file is there, a server takes a few steps a second.
+
+The file says how many tokens a sample may have before its steps are slow. Prompts are read as fast as ever, and a step is never held for long,
+so that the server answers whoever asks it to stop samples, to sleep or to take weights.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "SGLANG_GATE_FILE"
+STEP_SECONDS = 0.25
+"""Of a step while the gate is shut: 400 tokens take 100 s, which is time enough to look."""
+LOOK_SECONDS = 0.01
+ENTRY_POINTS = "[sglang.srt.plugins]\ngate = sglang_gate:stand_before_steps\n"
+
+
+def gated_interpreter(python: str, folder: Path, file: Path) -> str:
+    """Write a program that runs an interpreter whose SGLang finds this plugin.
+
+    Args:
+        python: The interpreter that has SGLang.
+        folder: For the program, and for what tells SGLang of the plugin.
+        file: The gate's.
+
+    Returns:
+        The program's path.
+    """
+    (folder / "sglang_gate.py").symlink_to(__file__)
+    told = folder / "sglang_gate-1.dist-info"
+    told.mkdir()
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-gate\nVersion: 1\n")
+    (told / "entry_points.txt").write_text(ENTRY_POINTS)
+    program = folder / "python"
+    program.write_text(f'#!/bin/sh\nPYTHONPATH="{folder}${{PYTHONPATH:+:$PYTHONPATH}}" {VARIABLE}="{file}" exec "{python}" "$@"\n')
+    program.chmod(0o755)
+    return str(program)
+
+
+def stand_before_steps() -> None:
+    """Stand before each step of a scheduler. (Entry point in `sglang.srt.plugins`.)"""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.run_batch", _slow_down, HookType.BEFORE)
+
+
+def _slow_down(_: Any, batch: Any, *__: Any, **___: Any) -> None:
+    file, end = Path(os.environ[VARIABLE]), time.monotonic() + STEP_SECONDS
+    try:
+        num_tokens = int(file.read_text())
+    except FileNotFoundError:
+        return
+    if max(len(request.output_ids) for request in batch.reqs) >= num_tokens:
+        while file.exists() and time.monotonic() < end:
+            time.sleep(LOOK_SECONDS)
