@@ -74,6 +74,8 @@ class TimedBackend:
             num_loss_tokens=self._num_loss_tokens,
             num_tokens=self._num_tokens,
             num_samples=self._num_samples,
+            num_rejected_by_veto=0,
+            num_rejected_by_divergence=0,
         )
         self.discard()
         return figures

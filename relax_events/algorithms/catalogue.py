@@ -229,7 +229,8 @@ NOTHING_REWARDED = dict.fromkeys(
     ("overlong_ratio", "overlong_penalty", "filter_uniform_rewards", "whiten_advantages", "kl_placement"), "nothing is rewarded"
 )
 NOTHING_DRAWN = dict.fromkeys(
-    ("old_logprobs", "correction", "opsm_threshold", "m2_threshold", "distill_coefficient"), "the tokens are the data's, no policy drew them"
+    ("old_logprobs", "correction", "rejection", "veto_low", "veto_high", "opsm_threshold", "m2_threshold", "distill_coefficient"),
+    "the tokens are the data's, no policy drew them",
 )
 
 SFT = AlgorithmSpec(

@@ -5,6 +5,7 @@ All of them leave the step's normaliser as it is: a masked token still counts in
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,10 +13,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from relax_events.algorithms.kl import kl_estimate
 from relax_events.algorithms.losses import MAX_LOG_RATIO, sample_sums
 
 Correction = Literal["none", "decoupled", "tis", "icepop", "mask"]
 Level = Literal["token", "sequence", "sequence_mean"]
+Rejecting = Literal["none", "k1", "k2", "k3"]
+Over = Literal["mean", "sum", "max"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,72 @@ def correction_weights(
         return Weights(ratio.clamp(low, high), outside)
     inside = (~outside).to(ratio.dtype)
     return Weights(ratio * inside if kind == "icepop" else inside, outside)
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Which samples are left out, by the reason. One that both hold for counts as vetoed alone."""
+
+    by_veto: Bool[Tensor, " samples"]
+    by_divergence: Bool[Tensor, " samples"]
+
+    def tokens(self, num_loss_tokens: Int[Tensor, " samples"]) -> Bool[Tensor, " tokens"]:
+        """Mark the loss tokens of the samples."""
+        return (self.by_veto | self.by_divergence).repeat_interleave(num_loss_tokens)
+
+
+def rejected_samples(
+    log_ratio: Float[Tensor, " tokens"],
+    *,
+    num_loss_tokens: Int[Tensor, " samples"],
+    kind: Rejecting,
+    over: Over,
+    low: float | None,
+    high: float | None,
+    veto_low: float = 0.0,
+    veto_high: float = 0.0,
+) -> Rejection:
+    """Say which samples the old policy and the one that drew them are too far apart on to be trained.
+
+    With x = log w at each token: k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x, estimates of KL(drawing policy || old). A sample goes where the
+    estimate over its tokens is above `high`; with k1, where exp(sum of x), or exp(mean of x), is outside [low, high]. It is vetoed where
+    any token's w is outside [veto_low, veto_high]. What becomes of the tokens of the other samples is left to `correction_weights`.
+
+    Args:
+        log_ratio: Old policy's log-probabilities less the drawing policy's, in nats.
+        num_loss_tokens: Of each sample in packed order; one without any is never rejected.
+        kind: The estimate.
+        over: How a sample's tokens are put together; k1 has no `max`.
+        low: Of k1 alone; None for 1 / high.
+        high: In nats, with k1 a ratio.
+        veto_low: Smallest w that a token may have; 0 for none.
+        veto_high: Largest w that a token may have; 0 for none.
+    Source: Rejection sampling in verl's rollout correction (its options seq_mean, seq_sum, seq_max with k1, k2, k3, and its token veto);
+        geometric mean (`mean` of k1) and veto: When speed kills stability (Liu, Li et al. 2025). Estimates: see `kl_estimate`.
+    """
+    log_ratio = log_ratio.detach()
+    owners = torch.arange(len(num_loss_tokens), device=log_ratio.device).repeat_interleave(num_loss_tokens)
+    none = torch.zeros(len(num_loss_tokens), dtype=torch.bool, device=log_ratio.device)
+    outside = torch.zeros_like(log_ratio, dtype=torch.bool)
+    if veto_low:
+        outside = outside | (log_ratio < math.log(veto_low))
+    if veto_high:
+        outside = outside | (log_ratio > math.log(veto_high))
+    by_veto = none.to(log_ratio.dtype).index_add(0, owners, outside.to(log_ratio.dtype)) > 0
+    if kind == "none" or high is None:
+        return Rejection(by_veto=by_veto, by_divergence=none)
+    estimates = kl_estimate(-log_ratio, base_logprobs=torch.zeros_like(log_ratio), estimator=kind)
+    zeros = none.to(log_ratio.dtype)
+    if over == "max":
+        values = zeros.scatter_reduce(0, owners, estimates, "amax")
+    else:
+        values = zeros.index_add(0, owners, estimates) / (num_loss_tokens.clamp(min=1).to(zeros.dtype) if over == "mean" else 1)
+    if kind == "k1":
+        lower = -math.log(high) if low is None else math.log(low)
+        rejected = (-values < lower) | (-values > math.log(high))
+    else:
+        rejected = values > high
+    return Rejection(by_veto=by_veto, by_divergence=rejected & ~by_veto & (num_loss_tokens > 0))
 
 
 def off_policy_sequences(

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from relax_events.algorithms.aggregation import num_units, token_weights
-from relax_events.algorithms.corrections import Weights, correction_weights, off_policy_sequences
+from relax_events.algorithms.corrections import Rejection, Weights, correction_weights, off_policy_sequences, rejected_samples
 from relax_events.algorithms.distillation import TokenSet, divergence, sampled_divergence
 from relax_events.algorithms.kl import kl_estimate
 from relax_events.algorithms.losses import MAX_LOG_RATIO, LossTokens, Surrogate
@@ -62,6 +62,7 @@ class TokenLosses:
     distillation: Float[Tensor, " tokens"]
     surrogate: Surrogate
     correction: Weights
+    rejection: Rejection
     masked: Bool[Tensor, " tokens"]
 
 
@@ -103,7 +104,17 @@ class Objective:
             low=algorithm.correction_low,
             high=algorithm.correction_high,
         )
-        dropped = self._dropped(inputs)
+        rejection = rejected_samples(
+            old - inputs.rollout_logprobs,
+            num_loss_tokens=inputs.num_loss_tokens,
+            kind=algorithm.rejection,
+            over=algorithm.rejection_over,
+            low=algorithm.rejection_low,
+            high=algorithm.rejection_high,
+            veto_low=algorithm.veto_low,
+            veto_high=algorithm.veto_high,
+        )
+        dropped = self._dropped(inputs) | rejection.tokens(inputs.num_loss_tokens)
         factors = correction.values.masked_fill(dropped, 0.0)
         policy_losses = factors * surrogate.losses
         losses, kl = self._with_kl(policy_losses, inputs)
@@ -124,6 +135,7 @@ class Objective:
             distillation=distillation,
             surrogate=surrogate,
             correction=correction,
+            rejection=rejection,
             masked=factors == 0,
         )
 

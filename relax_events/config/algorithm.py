@@ -105,6 +105,20 @@ class AlgorithmConfig(Section):
     """Lower end of the range; 0 for tis, 0.5 for icepop and mask when left out."""
     correction_high: NonNegative | None = None
     """Upper end of the range; 2 for tis and mask, 5 for icepop when left out."""
+    rejection: Literal["none", "k1", "k2", "k3"] = "none"
+    """Samples whose divergence of the old policy from the engine's is too large carry no policy gradient, whatever the correction makes of
+    the others: Schulman's estimate at each token, put together by `rejection_over`."""
+    rejection_over: Literal["mean", "sum", "max"] = "mean"
+    """Whether the estimate is the mean, the sum or the largest over a sample's tokens."""
+    rejection_low: Positive | None = None
+    """With k1, a ratio: samples below it are left out; 1 / rejection_high when left out."""
+    rejection_high: Positive | None = None
+    """Samples above it are left out: in nats with k2 and k3; with k1 it is a ratio, that of the product over the tokens (`sum`), or of their
+    geometric mean (`mean`)."""
+    veto_low: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Samples with a token whose w lies below this carry no policy gradient; 0 for no such bound."""
+    veto_high: NonNegative = 0.0
+    """Samples with a token whose w lies above this carry no policy gradient; 0 for no such bound."""
     opsm_threshold: NonNegative = 0.0
     """Samples with negative advantage that are so far, in nats a token, below what the engine gave them carry no gradient; 0 for none."""
     m2_threshold: NonNegative = 0.0
@@ -146,6 +160,7 @@ class AlgorithmConfig(Section):
             raise ValueError(f"{rule}, but old_logprobs = 'rollout' makes them the same; set old_logprobs to actor or trainer")
         if self.correction_low is not None and self.correction_high is not None and self.correction_low > self.correction_high:
             raise ValueError(f"correction_low must be at most correction_high = {self.correction_high}, got {self.correction_low}")
+        self._check_rejection()
         if self.dual_clip is not None and 0 < self.dual_clip <= 1:
             raise ValueError(f"dual_clip must be above 1, or 0 for none, got {self.dual_clip}; the paper takes 3")
         if self.needs_critic and self.has_distill_advantage:
@@ -154,6 +169,30 @@ class AlgorithmConfig(Section):
         if self.kl_unbiased and self.kl_placement == "reward":
             raise ValueError("kl_unbiased = true mends the gradient of a KL estimate in the loss; set kl_placement = 'loss'")
         return self
+
+    def _check_rejection(self) -> None:
+        low, high = self.rejection_low, self.rejection_high
+        if self.rejects and self.old_logprobs == "rollout":
+            rule = "rejection, veto_low and veto_high compare the old policy with the engine's"
+            raise ValueError(f"{rule}, but old_logprobs = 'rollout' makes them the same; set old_logprobs to actor or trainer")
+        if 0 < self.veto_high <= 1:
+            raise ValueError(f"veto_high must be above 1, or 0 for none, got {self.veto_high}")
+        if self.rejection == "none":
+            for key, value in (("rejection_low", low), ("rejection_high", high)):
+                if value is not None:
+                    raise ValueError(f"{key} = {value} is not used by rejection = 'none'; set rejection to k1, k2 or k3, or leave {key} out")
+            return
+        if high is None:
+            example = "1.001 with the mean of k1, 0.005 with the mean of k3" if self.rejection_over == "mean" else "2"
+            raise ValueError(f"rejection = {self.rejection!r} needs the bound that it rejects beyond; set rejection_high, for example {example}")
+        if self.rejection != "k1":
+            if low is not None:
+                raise ValueError(f"rejection_low = {low} is not used by rejection = {self.rejection!r}, which is never negative; leave it out")
+            return
+        if self.rejection_over == "max":
+            raise ValueError("rejection_over = 'max' is not defined for k1, which may be negative; set veto_low and veto_high, or take k2 or k3")
+        if high <= 1 or (low is not None and low >= 1):
+            raise ValueError(f"with rejection = 'k1' rejection_low must be below 1 and rejection_high above it, got {low} and {high}")
 
     @model_validator(mode="after")
     def _distillation_is_defined(self) -> AlgorithmConfig:
@@ -250,6 +289,11 @@ class AlgorithmConfig(Section):
     def num_rollout_top_tokens(self) -> int:
         """How many most probable tokens the engine has to give with each token that it draws."""
         return self.distill_top_k if self.has_topk_loss and self.distill_tokens == "student_topk" else 0
+
+    @property
+    def rejects(self) -> bool:
+        """Whether whole samples may be left out for how far the engine's policy was from the old one."""
+        return self.rejection != "none" or self.veto_low > 0 or self.veto_high > 0
 
     @property
     def needs_whole_step(self) -> bool:

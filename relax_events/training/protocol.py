@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 OF_ENGINE = frozenset((
     "policy_loss", "kl_estimate", "clip_low_fraction", "clip_high_fraction", "clip_fraction", "mean_ratio", "mismatch_kl", "mismatch_mean_abs",
     "mismatch_max_abs", "effective_sample_ratio", "correction_mean", "correction_clip_fraction", "masked_fraction", "distill_loss", "teacher_kl",
+    "num_rejected_by_veto", "num_rejected_by_divergence",
 ))  # fmt: skip
 """Figures that compare the policy with the one that drew the samples, or say by what of it the loss differs from the policy's own."""
 
@@ -32,9 +33,10 @@ class StepFigures:
     `mismatch_*` compares the engine's log-probabilities with the trainer's: at staleness 0 it shows engine and trainer disagreeing on the
     same weights, beyond that also how far the policy has moved. `effective_sample_ratio` is what is left of the loss tokens when each
     is weighed by the ratio of the two: 1 on-policy. `correction_*` are the weights of the algorithm's correction, 1 without one, and the
-    share of tokens outside its range; `masked_fraction` of the tokens carry no policy gradient because of it or of a mask. `distill_loss`
-    is the divergence from the teacher in the loss, before its coefficient; `teacher_kl` estimates KL(engine's policy || teacher) from the
-    drawn tokens, and so may be a little below 0. `own` are those that the algorithm's spec names.
+    share of tokens outside its range; `masked_fraction` of the tokens carry no policy gradient because of it or of a mask;
+    `num_rejected_by_*` are the samples that were left out whole, by the reason, and are among `num_samples`. `distill_loss` is the
+    divergence from the teacher in the loss, before its coefficient; `teacher_kl` estimates KL(engine's policy || teacher) from the drawn
+    tokens, and so may be a little below 0. `own` are those that the algorithm's spec names.
     """
 
     loss: float
@@ -54,6 +56,8 @@ class StepFigures:
     correction_mean: float
     correction_clip_fraction: float
     masked_fraction: float
+    num_rejected_by_veto: int
+    num_rejected_by_divergence: int
     grad_norm: float
     learning_rate: float
     num_loss_tokens: int

@@ -37,13 +37,15 @@ class Totals:
     masked: float
     distillation: float
     teacher_kl: float
+    num_rejected_by_veto: float
+    num_rejected_by_divergence: float
     num_units: float
     num_loss_tokens: float
     num_tokens: float
     num_samples: float
 
 
-NUM_DEVICE_SUMS = 16
+NUM_DEVICE_SUMS = 18
 """The first sums are computed on the device, the others are counts that the host knows."""
 
 
@@ -85,6 +87,8 @@ def sum_micro_batch(tokens: TokenLosses, inputs: ObjectiveInputs, *, figures: Se
         tokens.masked,
         weights * tokens.distillation,
         torch.zeros_like(difference) if inputs.teacher_logprobs is None else inputs.rollout_logprobs - inputs.teacher_logprobs,
+        tokens.rejection.by_veto,
+        tokens.rejection.by_divergence,
     ]
     sums = torch.stack([row.detach().double().sum() for row in rows])
     largest = difference.abs().double().max() if len(difference) else sums.new_zeros(())

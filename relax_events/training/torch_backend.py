@@ -271,6 +271,8 @@ def _figures(totals: Totals, *, mismatch_max: float, grad_norm: float, learning_
         correction_mean=totals.correction / tokens,
         correction_clip_fraction=totals.correction_clipped / tokens,
         masked_fraction=totals.masked / tokens,
+        num_rejected_by_veto=int(totals.num_rejected_by_veto),
+        num_rejected_by_divergence=int(totals.num_rejected_by_divergence),
         grad_norm=grad_norm,
         learning_rate=learning_rate,
         num_loss_tokens=int(tokens),

@@ -19,7 +19,8 @@ from tests.unit.trainer_samples import changed, make_samples, run_config
 
 SPLITS = {"even": (0.0, 0.5, 1.0), "uneven": (0.0, 0.2, 1.0), "one_idle": (0.0, 1.0, 1.0)}
 PLAIN = {"kl_coefficient": 0.1, "aggregation": "sample_mean"}
-WHOLE_STEP = {"name": "reinforce_plus_plus_baseline", "m2_threshold": 0.05, "old_logprobs": "trainer", "correction": "icepop"}
+REJECTION = {"rejection": "k2", "rejection_over": "max", "rejection_high": 0.06, "veto_high": 1.4}
+WHOLE_STEP = {"name": "reinforce_plus_plus_baseline", "m2_threshold": 0.05, "old_logprobs": "trainer", "correction": "icepop"} | REJECTION
 
 
 def train(ranks, model_path, bounds, algorithm=PLAIN):

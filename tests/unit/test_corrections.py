@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from relax_events.algorithms.corrections import correction_weights, off_policy_sequences
+from relax_events.algorithms.corrections import correction_weights, off_policy_sequences, rejected_samples
 from relax_events.algorithms.step_statistics import Whitening, second_moment_cutoff
 from relax_events.training.ranks import SingleRank
 from relax_events.training.whole_step import step_cutoff, step_whitening
@@ -50,6 +50,65 @@ def test_weights_of_sequences_are_products_or_geometric_means():
         weights = correction_weights(log_ratio, num_loss_tokens=torch.tensor([2, 1]), kind="icepop", level=level, low=0.0, high=7.0)
         assert weights.values.tolist() == pytest.approx([*expected[:2], 0.0])
         assert weights.outside.tolist() == [False, False, True]
+
+
+def rejected(kind: str, over: str = "mean", low: float | None = None, high: float | None = None, **veto: float) -> list[str]:
+    """Reject samples of the ratios 1/2, 2, 2; none; 1, 4; 1.5. Name the reason of each."""
+    log_ratio = torch.tensor([0.5, 2.0, 2.0, 1.0, 4.0, 1.5], dtype=torch.float64).log()
+    given = rejected_samples(log_ratio, num_loss_tokens=torch.tensor([3, 0, 2, 1]), kind=kind, over=over, low=low, high=high, **veto)
+    names = {(False, False): "", (True, False): "veto", (False, True): "divergence"}
+    assert given.tokens(torch.tensor([3, 0, 2, 1])).sum() == (given.by_veto | given.by_divergence).to(torch.long) @ torch.tensor([3, 0, 2, 1])
+    return [names[pair] for pair in zip(given.by_veto.tolist(), given.by_divergence.tolist(), strict=True)]
+
+
+# log 2 = 0.6931, log 1.5 = 0.4055. Products of the ratios: 2, none, 4, 1.5; geometric means: 1.26, none, 2, 1.5.
+# k2: 0.2402 each of the first sample, sum 0.7207; 0 and 0.9609, mean 0.4805; 0.0822.
+# k3 = w - 1 - log w: 0.1931, 0.3069, 0.3069, sum 0.8069, mean 0.2690; 0 and 1.6137, mean 0.8069; 0.0945.
+@pytest.mark.parametrize(
+    ("kind", "over", "low", "high", "expected"),
+    [
+        ("none", "mean", None, None, "...."),
+        ("k1", "mean", None, 1.9, "..x."),
+        ("k1", "mean", 1.3, 1.9, "x.x."),
+        ("k1", "mean", 1.2, 2.1, "...."),
+        ("k1", "sum", None, 1.9, "x.x."),
+        ("k1", "sum", 1.6, 3.0, "..xx"),
+        ("k2", "mean", None, 0.241, "..x."),
+        ("k2", "mean", None, 0.2, "x.x."),
+        ("k2", "sum", None, 0.72, "x.x."),
+        ("k2", "sum", None, 0.73, "..x."),
+        ("k2", "max", None, 0.3, "..x."),
+        ("k2", "max", None, 0.08, "x.xx"),
+        ("k3", "mean", None, 0.3, "..x."),
+        ("k3", "mean", None, 0.09, "x.xx"),
+        ("k3", "sum", None, 0.8, "x.x."),
+        ("k3", "max", None, 0.31, "..x."),
+        ("k3", "max", None, 0.3, "x.x."),
+    ],
+)
+def test_samples_are_rejected_by_the_divergence_over_their_tokens(kind, over, low, high, expected):
+    assert "".join("x" if reason else "." for reason in rejected(kind, over, low, high)) == expected
+
+
+def test_one_token_out_of_bounds_vetoes_its_sample():
+    assert rejected("none", veto_low=0.6) == ["veto", "", "", ""]
+    assert rejected("none", veto_high=3.0) == ["", "", "veto", ""]
+    assert rejected("none", veto_high=1.4) == ["veto", "", "veto", "veto"]
+    assert rejected("none", veto_low=0.4, veto_high=4.5) == ["", "", "", ""]
+    assert rejected("k2", "sum", None, 0.08, veto_low=0.6) == ["veto", "", "divergence", "divergence"]  # counted once, by the veto
+    # Far beyond what a ratio is clamped to: e^-25 is below 1e-10, e^-22 is not.
+    of_one_token = {"num_loss_tokens": torch.tensor([1, 1]), "kind": "none", "over": "mean", "low": None, "high": None}
+    far = rejected_samples(torch.tensor([-25.0, -22.0]), veto_low=1e-10, **of_one_token)
+    assert far.by_veto.tolist() == [True, False]
+
+
+def test_rejection_of_an_overflowing_ratio_is_finite_and_a_step_without_tokens_rejects_nothing():
+    far = rejected_samples(torch.tensor([500.0, 0.1]), num_loss_tokens=torch.tensor([1, 1]), kind="k3", over="max", low=None, high=1e6)
+    assert far.by_divergence.tolist() == [True, False]
+    for over in ("mean", "sum", "max"):
+        none = rejected_samples(torch.zeros(0), num_loss_tokens=torch.tensor([0, 0]), kind="k2", over=over, low=None, high=0.1, veto_high=2.0)
+        assert none.tokens(torch.tensor([0, 0])).tolist() == []
+        assert not (none.by_veto | none.by_divergence).any()
 
 
 def test_sequences_left_behind_are_marked_where_their_advantage_is_negative():

@@ -32,6 +32,11 @@ SETTINGS: list[dict[str, Any]] = [
     {"old_logprobs": "trainer", "correction": "icepop", "correction_low": 0.8, "correction_high": 1.3},
     {"old_logprobs": "actor", "correction": "mask", "correction_level": "sequence", "correction_low": 0.6, "correction_high": 1.7},
     {"old_logprobs": "actor", "correction": "tis", "correction_level": "sequence_mean", "correction_high": 1.1},
+    {"old_logprobs": "actor", "correction": "tis", "correction_high": 1.2, "rejection": "k1", "rejection_high": 1.15},
+    {"old_logprobs": "actor", "rejection": "k1", "rejection_over": "sum", "rejection_low": 0.7, "rejection_high": 1.5},
+    {"old_logprobs": "trainer", "correction": "decoupled", "rejection": "k2", "rejection_over": "sum", "rejection_high": 0.2},
+    {"old_logprobs": "actor", "correction": "icepop", "rejection": "k3", "rejection_over": "max", "rejection_high": 0.06},
+    {"old_logprobs": "actor", "correction": "tis", "rejection": "k3", "rejection_high": 0.04, "veto_low": 0.7, "veto_high": 1.6},
     {"opsm_threshold": 0.05, "entropy_coefficient": 0.2},
     {"m2_threshold": 0.1, "kl_coefficient": 0.3, "kl_placement": "loss", "kl_estimator": "k2"},
     {"kl_coefficient": 0.3, "kl_placement": "loss", "kl_estimator": "k3", "kl_unbiased": True, "aggregation": "constant_length"},
@@ -77,6 +82,8 @@ def factor(algorithm: AlgorithmConfig, row: dict[str, float], rows: list[dict[st
         distance = sum(other["rollout"] - other["logprobs"] for other in rows) / len(rows)
         if distance > algorithm.opsm_threshold:
             return 0.0
+    if is_rejected(algorithm, [other["old"] - other["rollout"] for other in rows]):
+        return 0.0
     if algorithm.correction == "none":
         return 1.0
     ratios = [math.exp(other["old"] - other["rollout"]) for other in rows]
@@ -90,6 +97,23 @@ def factor(algorithm: AlgorithmConfig, row: dict[str, float], rows: list[dict[st
         return w
     inside = low <= w <= high
     return {"tis": min(max(w, low), high), "icepop": w if inside else 0.0, "mask": 1.0 if inside else 0.0}[algorithm.correction]
+
+
+def is_rejected(algorithm: AlgorithmConfig, logs: list[float]) -> bool:
+    """Say whether a sample goes whole, given the old policy's log-probabilities less the engine's."""
+    if algorithm.veto_low and min(map(math.exp, logs)) < algorithm.veto_low:
+        return True
+    if algorithm.veto_high and max(map(math.exp, logs)) > algorithm.veto_high:
+        return True
+    if algorithm.rejection == "none":
+        return False
+    high = algorithm.rejection_high
+    assert high is not None
+    together: Any = {"sum": sum, "max": max, "mean": lambda values: sum(values) / len(values)}[algorithm.rejection_over]
+    if algorithm.rejection == "k1":
+        return not (algorithm.rejection_low or 1 / high) <= math.exp(together(logs)) <= high
+    estimate: Any = {"k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}[algorithm.rejection]
+    return bool(together([estimate(x) for x in logs]) > high)
 
 
 def policy_loss(algorithm: AlgorithmConfig, row: dict[str, float], rows: list[dict[str, float]]) -> float:
@@ -151,6 +175,30 @@ def test_corrections_and_masks_carry_no_gradient_and_are_counted() -> None:
     assert tokens.masked.tolist() == (weights == 0).tolist()
     assert 0 < int(tokens.masked.sum()) < len(ratio)
     assert tokens.correction.outside.tolist() == tokens.masked.tolist()
+
+
+def test_rejected_samples_have_no_policy_gradient_and_the_others_keep_their_weights() -> None:
+    both = {"old_logprobs": "actor", "correction": "tis", "correction_high": 1.2}
+    rejection = {"rejection": "k3", "rejection_high": 0.04, "veto_high": 1.6}
+    gradients, seen = [], []
+    for settings in (both, both | rejection):
+        algorithm = AlgorithmConfig.model_validate({"name": "grpo"} | settings)
+        given = inputs(algorithm)
+        tokens = Objective(algorithm, max_new_tokens=16)(given)
+        (tokens.token_weights * tokens.losses).sum().backward()
+        assert given.logprobs.grad is not None
+        gradients.append(np.split(given.logprobs.grad.numpy(), np.cumsum(LENGTHS)[:-1]))
+        seen.append(tokens)
+    rejected = (seen[1].rejection.by_veto | seen[1].rejection.by_divergence).tolist()
+    ratios = np.split(np.exp(FIELDS["actor"] - FIELDS["rollout"]), np.cumsum(LENGTHS)[:-1])
+    assert seen[1].rejection.by_veto.tolist() == [bool((ratio > 1.6).any()) for ratio in ratios]
+    assert True in rejected
+    assert False in rejected
+    assert not (seen[0].rejection.by_veto | seen[0].rejection.by_divergence).any()
+    for is_out, alone, with_rejection in zip(rejected, *gradients, strict=True):
+        assert with_rejection.tolist() == ([0.0] * len(alone) if is_out else alone.tolist())
+    assert seen[1].masked.tolist() == np.repeat(rejected, LENGTHS).tolist()
+    assert seen[1].token_weights.tolist() == seen[0].token_weights.tolist()  # the mean is still over all
 
 
 def test_loss_of_ones_own_may_give_the_losses_alone(tmp_path: Path) -> None:

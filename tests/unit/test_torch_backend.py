@@ -158,6 +158,26 @@ def test_figures_tell_how_far_the_engines_policy_is():
     assert figures.masked_fraction == 0
 
 
+def test_figures_count_rejected_samples_by_their_reason():
+    masks = [np.array(sample.loss_mask, bool) for sample in SAMPLES]
+    logs = [(sample.actor_logprobs - sample.rollout_logprobs)[mask].astype(np.float64) for sample, mask in zip(SAMPLES, masks, strict=True)]
+    largest, means = [x.max(initial=-np.inf) for x in logs], [(x * x / 2).mean() if len(x) else 0.0 for x in logs]
+    bound = sorted(largest)[-3]  # two samples have a token above it
+    kept = [mean for mean, x in zip(means, largest, strict=True) if x <= bound]
+    threshold = sorted(kept)[len(kept) // 2]
+    veto = {"veto_high": float(np.exp(bound + 1e-6)), "rejection": "k2", "rejection_high": float(threshold * (1 + 1e-4))}
+    mine = backend(algorithm={"old_logprobs": "actor", "correction": "tis"} | veto)
+    for part in (SAMPLES[:3], SAMPLES[3:]):
+        mine.accumulate(part)
+    figures = mine.step()
+    by_divergence = sum(mean > threshold * (1 + 1e-4) for mean in kept)
+    assert (figures.num_rejected_by_veto, figures.num_rejected_by_divergence) == (2, by_divergence)
+    assert by_divergence > 0
+    assert figures.num_samples == len(SAMPLES)
+    out = sum(len(x) for x, mean, top in zip(logs, means, largest, strict=True) if top > bound or mean > threshold * (1 + 1e-4))
+    assert figures.masked_fraction == pytest.approx(out / figures.num_loss_tokens)
+
+
 @pytest.mark.parametrize("max_logits", [2**26, 1])
 def test_entropy_bonus_has_the_gradient_of_the_entropy(max_logits, monkeypatch):
     monkeypatch.setattr("relax_events.training.policy_model.MAX_LOGITS_ELEMENTS", max_logits)
