@@ -109,6 +109,54 @@ CISPO = AlgorithmSpec(
     notes="With clip_low = 1 the weight has no lower bound, as in the paper, which names no number for the upper one.",
 )
 
+GMPO = AlgorithmSpec(
+    name="gmpo",
+    summary="One ratio for a whole sample, the geometric mean of its tokens', each clipped by itself beforehand.",
+    formula=f"{GROUP_ADVANTAGE}\n"
+    "g = exp(mean over the sample's tokens of x_t),  x_t = min(lp_t - lo_t, clip_high) where A > 0, else max(lp_t - lo_t, -clip_low)\n"
+    "loss_t = -g A\nL = mean over samples of the mean over tokens",
+    source="GMPO: Geometric-Mean Policy Optimization (arXiv 2507.20673), section 3; clip range of e^-0.4 to e^0.4: section 4.",
+    **WITHIN_GROUP,
+    policy_loss=f"{LOSSES}:clipped_geometric_mean",
+    loss_settings=("clip_low", "clip_high"),
+    settings={"normalise_std": True, "clip_low": 0.4, "clip_high": 0.4, "aggregation": "sample_mean"},
+    excluded={"distill_placement": "as an advantage it is each token's own, and all tokens of a sample share one"},
+    notes="Its clip range is one of the ratio's logarithm.",
+)
+
+TRUST_REGION = (
+    "loss_t = -sg(min(p / q, ratio_cap)) A lp_t,  p = exp(lp_t), q = exp(lo_t), sg stops the gradient\n"
+    "loss_t = 0 where D > trust_radius, and p > q with A > 0, or p < q with A < 0"
+)
+DPPO_NOTES = (
+    "The trust region is around the policy that drew the tokens, as in the paper: leave `old_logprobs` at `rollout`. It is the binary "
+    "approximation; that over the most probable tokens is not offered."
+)
+
+DPPO_TV = AlgorithmSpec(
+    name="dppo_tv",
+    summary="A trust region in place of the clipped ratio: a token whose probability has moved too far, by total variation, is left out.",
+    formula=f"{GROUP_ADVANTAGE}\n{TRUST_REGION},  D = |p - q|\nL = mean over the step's tokens",
+    source="DPPO: Rethinking the trust region in LLM reinforcement learning (arXiv 2602.04879), Binary-TV; cap of 20: verl's `dppo_tv`.",
+    **WITHIN_GROUP,
+    policy_loss=f"{LOSSES}:within_total_variation",
+    loss_settings=("trust_radius", "ratio_cap"),
+    settings={"normalise_std": True, "trust_radius": 0.15, "ratio_cap": 20.0},
+    notes=DPPO_NOTES,
+)
+
+DPPO_KL = AlgorithmSpec(
+    name="dppo_kl",
+    summary="A trust region in place of the clipped ratio: a token whose probability has moved too far, by KL divergence, is left out.",
+    formula=f"{GROUP_ADVANTAGE}\n{TRUST_REGION},  D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))\nL = mean over the step's tokens",
+    source="DPPO: Rethinking the trust region in LLM reinforcement learning (arXiv 2602.04879), Binary-KL; cap of 20: verl's `dppo_kl`.",
+    **WITHIN_GROUP,
+    policy_loss=f"{LOSSES}:within_kl",
+    loss_settings=("trust_radius", "ratio_cap"),
+    settings={"normalise_std": True, "trust_radius": 0.05, "ratio_cap": 20.0},
+    notes=DPPO_NOTES,
+)
+
 RLOO = AlgorithmSpec(
     name="rloo",
     summary="REINFORCE with the mean reward of the prompt group's other samples as baseline.",

@@ -188,6 +188,79 @@ def clipped_weight(tokens: LossTokens, *, clip_low: float, clip_high: float) -> 
     return Surrogate(losses=losses, ratio=ratio, clipped_low=ratio < 1 - clip_low, clipped_high=ratio > 1 + clip_high)
 
 
+def clipped_geometric_mean(tokens: LossTokens, *, clip_low: float, clip_high: float) -> Surrogate:
+    """Compute -g A with g = exp(mean over the sample's loss tokens of the clipped log-ratio) (GMPO).
+
+    The logarithm of each token's ratio is clipped before the mean is taken, and on one side alone: at most clip_high where the advantage is
+    positive, at least -clip_low where it is negative. A clipped token has no gradient, the others of its sample keep theirs. Every loss
+    token carries the sample's loss, so that with `sample_mean` each sample counts once, as in the paper.
+
+    Args:
+        tokens: See `LossTokens`; the advantages are the same at all tokens of a sample.
+        clip_low: In nats, 0.4 means a ratio of e^-0.4.
+        clip_high: In nats, 0.4 means a ratio of e^0.4.
+    Returns:
+        As `clipped`, with g for a ratio; the marks are those of the tokens.
+    Source: Geometric-Mean Policy Optimization (arXiv 2507.20673), section 3, with its token-level clipping; range: section 4.
+    """
+    log_ratio, advantages = tokens.log_ratio, tokens.advantages
+    bounded = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
+    ratio = tokens.sample_means(bounded).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    log_ratio = log_ratio.detach()
+    return Surrogate(
+        losses=-ratio * advantages,
+        ratio=ratio.detach(),
+        clipped_low=(log_ratio < -clip_low) & (advantages < 0),
+        clipped_high=(log_ratio > clip_high) & (advantages > 0),
+    )
+
+
+def within_total_variation(tokens: LossTokens, *, trust_radius: float, ratio_cap: float) -> Surrogate:
+    """Compute -w A logprobs, but 0 where the policy has left a trust region and A drives it on (DPPO, binary total variation).
+
+    With p and q the token's probability under the policy and the old one, the divergence is |p - q|: of the two-way choice between this
+    token and all others. Where it is above the radius, tokens with A > 0 and p > q, or A < 0 and p < q, have no gradient. The weight
+    w = min(p / q, ratio_cap) carries none.
+
+    Args:
+        tokens: See `LossTokens`.
+        trust_radius: Largest divergence, a difference of probabilities.
+        ratio_cap: Largest weight.
+    Returns:
+        As `clipped`; the marks are the tokens without a gradient, high where the advantage is positive.
+    Source: DPPO: Rethinking the trust region in LLM reinforcement learning (arXiv 2602.04879), Binary-TV; the weight as in its code.
+    """
+    divergence = (tokens.logprobs.detach().exp() - tokens.old_logprobs.exp()).abs()
+    return _within_trust_region(tokens, divergence=divergence, trust_radius=trust_radius, ratio_cap=ratio_cap)
+
+
+def within_kl(tokens: LossTokens, *, trust_radius: float, ratio_cap: float) -> Surrogate:
+    """Compute the same with KL(old || policy) of the two-way choice: q log(q / p) + (1 - q) log((1 - q) / (1 - p)).
+
+    Args:
+        tokens: See `LossTokens`.
+        trust_radius: Largest divergence, in nats.
+        ratio_cap: Largest weight.
+    Returns:
+        As `within_total_variation`.
+    Source: DPPO: Rethinking the trust region in LLM reinforcement learning (arXiv 2602.04879), Binary-KL; the weight as in its code.
+    """
+    logprobs, old = tokens.logprobs.detach(), tokens.old_logprobs
+    smallest = torch.finfo(logprobs.dtype).tiny
+    others, old_others = ((-torch.expm1(values)).clamp(min=smallest) for values in (logprobs, old))
+    divergence = old.exp() * (old - logprobs) + old_others * (old_others / others).log()
+    return _within_trust_region(tokens, divergence=divergence, trust_radius=trust_radius, ratio_cap=ratio_cap)
+
+
+def _within_trust_region(tokens: LossTokens, *, divergence: Float[Tensor, " tokens"], trust_radius: float, ratio_cap: float) -> Surrogate:
+    log_ratio, advantages = tokens.log_ratio.detach(), tokens.advantages
+    is_far = divergence > trust_radius
+    high, low = is_far & (log_ratio > 0) & (advantages > 0), is_far & (log_ratio < 0) & (advantages < 0)
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    losses = (-ratio.clamp(max=ratio_cap) * advantages * tokens.logprobs).masked_fill(high | low, 0.0)
+    return Surrogate(losses=losses, ratio=ratio, clipped_low=low, clipped_high=high)
+
+
 def importance_weighted(tokens: LossTokens) -> Surrogate:
     """Compute -r A with r = exp(logprobs - old_logprobs), without a clip: the policy gradient of samples that the old policy drew.
 

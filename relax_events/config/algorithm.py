@@ -15,7 +15,7 @@ from relax_events.errors import ConfigError
 
 NOT_SHARED = (
     "normalise_std", "reward_weights", "clip_low", "clip_high", "dual_clip", "gate_positive", "gate_negative", "gamma", "gae_lambda",
-    "beta", "label_smoothing",
+    "beta", "label_smoothing", "trust_radius", "ratio_cap",
 )  # fmt: skip
 """Settings that only some algorithms have; those of the others are null."""
 CORRECTION_RANGES = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mask": (0.5, 2.0)}
@@ -46,15 +46,20 @@ class AlgorithmConfig(Section):
     """Give a step's advantages mean 0 and deviation 1, over its loss tokens or over its samples. The trainer then waits for the whole
     step before its first backward pass."""
     clip_low: Annotated[float, Field(ge=0, le=1)] | None = 0.2
-    """The probability ratio is clipped below at 1 - clip_low."""
+    """The probability ratio is clipped below at 1 - clip_low; with gmpo its logarithm at -clip_low."""
     clip_high: NonNegative | None = 0.2
-    """The probability ratio is clipped above at 1 + clip_high."""
+    """The probability ratio is clipped above at 1 + clip_high; with gmpo its logarithm at clip_high."""
     dual_clip: NonNegative | None = 0.0
     """Bound, above 1, of the ratio by which a loss with negative advantage may grow; 0 for none."""
     gate_positive: Positive | None = None
     """Temperature of the soft gate where the advantage is positive."""
     gate_negative: Positive | None = None
     """Temperature of the soft gate where it is not."""
+    trust_radius: Positive | None = None
+    """How far the policy may go from the one that drew a token before the token is left out: a difference of probabilities with dppo_tv,
+    nats with dppo_kl."""
+    ratio_cap: Annotated[float, Field(ge=1)] | None = None
+    """Largest weight that the ratio gives a token."""
     gamma: Annotated[float, Field(ge=0, le=1)] | None = None
     """By how much a reward counts less for each token that it lies ahead."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None

@@ -11,11 +11,14 @@ from relax_events.algorithms.losses import (
     MAX_LOG_RATIO,
     LossTokens,
     clipped,
+    clipped_geometric_mean,
     clipped_sequence,
     clipped_sequence_by_token,
     clipped_weight,
     plain_gradient,
     soft_gated,
+    within_kl,
+    within_total_variation,
 )
 
 
@@ -226,3 +229,66 @@ def test_constant_length_divides_every_token_alike_and_counts_samples():
     lengths = torch.tensor([2, 0, 3])
     assert token_weights(lengths, aggregation="constant_length", length_normaliser=8).tolist() == [0.125] * 5
     assert num_units(lengths, aggregation="constant_length") == 2
+
+
+def test_geometric_mean_matches_hand_computation_with_the_gradient_of_the_paper():
+    # Ratios 1.2, 4 (to 2), 0.25 (kept, the gain is positive); with a loss 0.1 (to 0.5), 4 (kept); a sample without tokens; one of one token.
+    ratios, lengths, clip = [1.2, 4.0, 0.25, 0.1, 4.0, 1.1], [3, 2, 0, 1], math.log(2)
+    logprobs = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
+    tokens = loss_tokens(logprobs, advantages=[1.5, -2.0, 7.0, 0.5], lengths=lengths)
+    result = clipped_geometric_mean(tokens, clip_low=clip, clip_high=clip)
+    first, second = (1.2 * 2 * 0.25) ** (1 / 3), (0.5 * 4) ** 0.5
+    assert result.losses.tolist() == pytest.approx([-1.5 * first] * 3 + [2 * second] * 2 + [-0.55], rel=1e-12)
+    assert result.ratio.tolist() == pytest.approx([first] * 3 + [second] * 2 + [1.1], rel=1e-12)
+    assert result.clipped_high.tolist() == [False, True, False, False, False, False]
+    assert result.clipped_low.tolist() == [False, False, False, True, False, False]
+    weights = token_weights(torch.tensor(lengths), aggregation="sample_mean", dtype=torch.float64)
+    expected = [-1.5 * first / 3, 0.0, -1.5 * first / 3, 0.0, 2 * second / 2, -0.55]
+    assert gradient_of(logprobs, weights * result.losses) == pytest.approx(expected, rel=1e-12)
+
+
+def test_geometric_mean_is_the_policy_gradient_on_policy_and_finite_far_off_it():
+    logprobs = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    result = clipped_geometric_mean(loss_tokens(logprobs, advantages=[0.5, -3.0], lengths=[1, 2]), clip_low=0.4, clip_high=0.4)
+    assert gradient_of(logprobs, result.losses) == pytest.approx([-0.5, 3.0, 3.0])
+    far = torch.tensor([500.0, 500.0], requires_grad=True)
+    result = clipped_geometric_mean(loss_tokens(far, advantages=[1.0, -1.0]), clip_low=0.4, clip_high=0.4)
+    assert result.losses.tolist() == pytest.approx([-math.exp(0.4), math.exp(MAX_LOG_RATIO)])
+    assert all(map(math.isfinite, gradient_of(far, result.losses)))
+
+
+P, Q = [0.3, 0.9, 0.9, 0.1, 0.2, 1e-3, 0.5], [0.2, 0.6, 0.6, 0.4, 0.5, 1e-5, 0.6]
+GAINS = [1.0, 1.0, -1.0, -2.0, 2.0, 1.0, 0.0]
+"""Near; up with gain, far; up with loss; down with loss, far; down with gain; near for all that the ratio is 100; no gain."""
+
+
+@pytest.mark.parametrize("function", [within_total_variation, within_kl])
+def test_trust_region_leaves_out_what_drives_the_policy_out_of_it(function):
+    # KL of the second: 0.6 log(0.6 / 0.9) + 0.4 log(0.4 / 0.1) = 0.3112; of the first 0.0258; of the rare token 9.4e-4.
+    logprobs = torch.tensor(P, dtype=torch.float64).log().requires_grad_()
+    tokens = loss_tokens(logprobs, advantages=GAINS, old=torch.tensor(Q, dtype=torch.float64).log())
+    result = function(tokens, trust_radius=0.15, ratio_cap=20.0)
+    weights = [1.5, 0.0, 1.5, 0.0, 0.4, 20.0, 0.5 / 0.6]
+    expected = [-weight * gain for weight, gain in zip(weights, GAINS, strict=True)]
+    assert result.losses.tolist() == pytest.approx([value * math.log(p) for value, p in zip(expected, P, strict=True)], rel=1e-12)
+    assert gradient_of(logprobs, result.losses) == pytest.approx(expected, rel=1e-12)
+    assert result.clipped_high.tolist() == [False, True, False, False, False, False, False]
+    assert result.clipped_low.tolist() == [False, False, False, True, False, False, False]
+    assert result.ratio.tolist() == pytest.approx([p / q for p, q in zip(P, Q, strict=True)])
+
+
+@pytest.mark.parametrize(("p", "q", "tv", "kl"), [(0.3, 0.2, 0.1, 0.0258), (0.9, 0.6, 0.3, 0.3112), (1e-3, 1e-5, 9.9e-4, 9.4447e-4)])
+def test_trust_region_begins_at_its_radius(p, q, tv, kl):
+    tokens = loss_tokens(torch.tensor([p], dtype=torch.float64).log(), advantages=[1.0], old=torch.tensor([q], dtype=torch.float64).log())
+    for function, divergence in ((within_total_variation, tv), (within_kl, kl)):
+        assert not function(tokens, trust_radius=divergence * 1.01, ratio_cap=20.0).clipped_high.item()
+        assert function(tokens, trust_radius=divergence * 0.99, ratio_cap=20.0).clipped_high.item()
+
+
+def test_trust_region_of_certain_tokens_is_finite():
+    # At probability 1 in float32 nothing is left for the other tokens.
+    logprobs = torch.tensor([0.0, -1e-9, -30.0, 0.0], requires_grad=True)
+    tokens = loss_tokens(logprobs, advantages=[1.0, 1.0, -1.0, 1.0], old=torch.tensor([0.0, 0.0, -1e-9, -2.0]))
+    result = within_kl(tokens, trust_radius=0.05, ratio_cap=20.0)
+    assert (result.clipped_low | result.clipped_high).tolist() == [False, False, True, True]
+    assert gradient_of(logprobs, result.losses) == pytest.approx([-1.0, -1.0, 0.0, 0.0])

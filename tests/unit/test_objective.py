@@ -18,7 +18,7 @@ from relax_events.errors import ConfigError
 NAMES = [spec.name for spec in installed_algorithms() if spec.learns_from == "rewards"]
 LENGTHS = [3, 0, 1, 5, 2]
 RNG = np.random.default_rng(5)
-FIELDS = {name: RNG.uniform(-2.0, -0.1, sum(LENGTHS)) for name in ("logprobs", "rollout", "actor", "ref")}
+FIELDS = {name: RNG.uniform(-2.9, -1.0, sum(LENGTHS)) for name in ("logprobs", "rollout", "actor", "ref")}
 FIELDS["teacher"] = np.linspace(-1.7, -0.2, sum(LENGTHS))
 FIELDS["logprobs"] = FIELDS["rollout"] + RNG.normal(0, 0.4, sum(LENGTHS))
 FIELDS["actor"] = FIELDS["rollout"] + RNG.normal(0, 0.3, sum(LENGTHS))
@@ -126,10 +126,22 @@ def policy_loss(algorithm: AlgorithmConfig, row: dict[str, float], rows: list[di
         tau = algorithm.gate_positive if advantage > 0 else algorithm.gate_negative
         assert tau is not None
         return -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * advantage
+    if algorithm.name.startswith("dppo"):
+        p, q = math.exp(row["logprobs"]), math.exp(row["old"])
+        kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+        assert algorithm.trust_radius is not None
+        assert algorithm.ratio_cap is not None
+        is_far = (abs(p - q) if algorithm.name == "dppo_tv" else kl) > algorithm.trust_radius
+        return 0.0 if is_far and (p - q) * advantage > 0 else -min(ratio, algorithm.ratio_cap) * advantage * row["logprobs"]
     assert algorithm.clip_low is not None
     assert algorithm.clip_high is not None
     if algorithm.name.startswith("gspo"):
         ratio = math.exp(sum(other["logprobs"] - other["old"] for other in rows) / len(rows))
+    if algorithm.name == "gmpo":  # the paper's product of ratios, its clip range in ratios
+        low, high = math.exp(-algorithm.clip_low), math.exp(algorithm.clip_high)
+        ratios = [math.exp(other["logprobs"] - other["old"]) for other in rows]
+        kept = [min(each, high) if advantage > 0 else max(each, low) for each in ratios]
+        return -advantage * math.prod(kept) ** (1 / len(kept))
     bounded = min(max(ratio, 1 - algorithm.clip_low), 1 + algorithm.clip_high)
     if algorithm.name == "cispo":
         return -bounded * advantage * row["logprobs"]
