@@ -29,6 +29,15 @@ WITHOUT_SAMPLES = ("algorithm.kl_coefficient=0", "algorithm.old_logprobs=trainer
 HELD_OUT = 'name = "held-out", source = "reasoning_gym:string_insertion", size = 256, options = {min_string_length = 5, max_string_length = 5}'
 EVALUATED = ("evaluation.every=3", f"evaluation.datasets=[{{{HELD_OUT}}}]")
 """For algorithms that draw no samples, so that there are rewards to be drawn."""
+OF_PAIRS = (
+    "run.groups_per_step=96",
+    "run.samples_per_prompt=2",
+    "data.source=jsonl:{materials}/pairs.jsonl",
+    "data.chosen_key=chosen",
+    "data.rejected_key=rejected",
+    *WITHOUT_SAMPLES,
+    *EVALUATED,
+)
 SETTINGS: dict[str, tuple[str, ...]] = {
     # Right answers have up to 7 of 8 tokens: the penalty would fall on them alone.
     "dapo": ("algorithm.overlong_ratio=0",),
@@ -41,17 +50,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "opd": ("teacher.model_path={materials}/teacher",),
     "sft": ("run.samples_per_prompt=1", *WITHOUT_SAMPLES, *EVALUATED),
     # A larger beta and smaller steps keep the policy near the reference, without which it forgets the right answers with the wrong ones.
-    "dpo": (
-        "run.groups_per_step=96",
-        "algorithm.beta=1",
-        "trainer.learning_rate=1e-3",
-        "run.samples_per_prompt=2",
-        "data.source=jsonl:{materials}/pairs.jsonl",
-        "data.chosen_key=chosen",
-        "data.rejected_key=rejected",
-        *WITHOUT_SAMPLES,
-        *EVALUATED,
-    ),
+    "dpo": ("algorithm.beta=1", "trainer.learning_rate=1e-3", *OF_PAIRS),
+    "ipo": ("trainer.learning_rate=1e-3", *OF_PAIRS),
 }
 """What an algorithm needs besides its name, over the quickstart's run file; of what is not installed it is not asked."""
 QUESTION = """\

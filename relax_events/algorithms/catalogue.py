@@ -299,26 +299,52 @@ SFT = AlgorithmSpec(
     "by `data.completion_key` or `data.conversation_key`; without either the reference answer is learnt.",
 )
 
-DPO = AlgorithmSpec(
-    name="dpo",
-    summary="Direct preference optimisation: the chosen answer of each pair becomes likelier than the rejected one, against the reference model.",
-    formula="h = beta ((lp_c - ref_c) - (lp_r - ref_r)),  lp and ref summed over the tokens of the chosen (c) and the rejected (r) answer\n"
-    "loss = -(1 - label_smoothing) log sigmoid(h) - label_smoothing log sigmoid(-h)\nL = mean over the step's pairs",
-    source="DPO (arXiv 2305.18290), equation 7; beta: appendix B. Label smoothing: cDPO, in the same authors' code.",
-    advantage=f"{ADVANTAGES}:all_one",
-    policy_loss=f"{PREFERENCES}:direct_preference",
-    loss_settings=("beta", "label_smoothing"),
-    settings={"beta": 0.1, "label_smoothing": 0.0, "aggregation": "sample_mean", "old_logprobs": "trainer"},
-    excluded={
+OF_PAIRS: dict[str, Any] = {
+    "advantage": f"{ADVANTAGES}:all_one",
+    "excluded": {
         **NOTHING_REWARDED,
         **NOTHING_DRAWN,
         "kl_coefficient": "beta is what keeps the policy near the reference",
         "aggregation": "the loss is one of pairs",
     },
-    learns_from="pairs",
-    reference=True,
-    whole_prompt_groups=True,
-    figures=("preference_accuracy", "reward_margin", "chosen_reward", "rejected_reward"),
-    notes="The rewards that a step reports are those that the policy implies: beta (lp - ref) of an answer. Rows bring the pairs by "
+    "learns_from": "pairs",
+    "reference": True,
+    "whole_prompt_groups": True,
+    "figures": ("preference_accuracy", "reward_margin", "chosen_reward", "rejected_reward"),
+    "notes": "The rewards that a step reports are those that the policy implies: beta (lp - ref) of an answer. Rows bring the pairs by "
     "`data.chosen_key` and `data.rejected_key`.",
+}
+OF_ANSWERS = "lp and ref summed over the tokens of the chosen (c) and the rejected (r) answer, or their means with length_normalised"
+
+DPO = AlgorithmSpec(
+    name="dpo",
+    summary="Direct preference optimisation: the chosen answer of each pair becomes likelier than the rejected one, against the reference model.",
+    formula=f"h = beta ((lp_c - ref_c) - (lp_r - ref_r)),  {OF_ANSWERS}\n"
+    "loss = -(1 - label_smoothing) log sigmoid(h) - label_smoothing log sigmoid(-h) - nll_coefficient * mean of lp_c\n"
+    "L = mean over the step's pairs",
+    source="DPO (arXiv 2305.18290), equation 7; beta: appendix B. Label smoothing: cDPO, in the same authors' code. Length-normalised: Tulu 3 "
+    "(arXiv 2411.15124), section 5.1. Negative log-likelihood: Iterative reasoning preference optimization (arXiv 2404.19733), equation 1.",
+    policy_loss=f"{PREFERENCES}:direct_preference",
+    loss_settings=("beta", "label_smoothing", "length_normalised", "nll_coefficient"),
+    settings={
+        "beta": 0.1,
+        "label_smoothing": 0.0,
+        "length_normalised": False,
+        "nll_coefficient": 0.0,
+        "aggregation": "sample_mean",
+        "old_logprobs": "trainer",
+    },
+    **OF_PAIRS,
+)
+
+IPO = AlgorithmSpec(
+    name="ipo",
+    summary="Identity preference optimisation: a margin between the chosen and the rejected answer is reached and kept, however sure the pairs are.",
+    formula=f"h = (lp_c - ref_c) - (lp_r - ref_r),  {OF_ANSWERS}\nloss = (h - 1 / (2 beta))^2\nL = mean over the step's pairs",
+    source="IPO: A general theoretical paradigm to understand learning from human preferences (arXiv 2310.12036), equation 17, beta its tau; "
+    "means over the tokens: as TRL's DPO trainer has it, the equation has sums.",
+    policy_loss=f"{PREFERENCES}:identity_preference",
+    loss_settings=("beta", "length_normalised"),
+    settings={"beta": 0.1, "length_normalised": True, "aggregation": "sample_mean", "old_logprobs": "trainer"},
+    **OF_PAIRS,
 )

@@ -15,7 +15,7 @@ from relax_events.errors import ConfigError
 
 NOT_SHARED = (
     "normalise_std", "reward_weights", "clip_low", "clip_high", "dual_clip", "gate_positive", "gate_negative", "gamma", "gae_lambda",
-    "beta", "label_smoothing", "trust_radius", "ratio_cap",
+    "beta", "label_smoothing", "length_normalised", "nll_coefficient", "trust_radius", "ratio_cap",
 )  # fmt: skip
 """Settings that only some algorithms have; those of the others are null."""
 CORRECTION_RANGES = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mask": (0.5, 2.0)}
@@ -68,6 +68,10 @@ class AlgorithmConfig(Section):
     """How much a log-probability against the reference model's is worth as a reward; higher stays nearer to the reference."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = None
     """Share of the pairs that are taken to be labelled the wrong way round."""
+    length_normalised: bool | None = None
+    """Whether an answer's log-probability is the mean over its tokens, and not the sum: then long answers weigh no more than short ones."""
+    nll_coefficient: NonNegative | None = None
+    """Weight of the chosen answer's negative log-likelihood beside the preference; 0 for none."""
     aggregation: Literal["token_mean", "sample_mean", "constant_length"] = "token_mean"
     """Mean over all tokens of the step; over tokens of a sample first and then over samples; or the sum over a sample's tokens divided
     by `length_normaliser`, and then the mean over samples."""

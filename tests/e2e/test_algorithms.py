@@ -32,7 +32,13 @@ MINE = AlgorithmSpec(
 MORE = {
     "grpo": ("algorithm.dual_clip=3", "algorithm.opsm_threshold=0.1", "algorithm.entropy_coefficient=0.01"),
     "gspo": ("algorithm.old_logprobs=actor", "algorithm.correction=mask", "algorithm.correction_level=sequence_mean"),
-    "cispo": ("algorithm.old_logprobs=trainer", "algorithm.correction=tis"),
+    "cispo": (
+        "algorithm.old_logprobs=trainer",
+        "algorithm.correction=tis",
+        "algorithm.rejection=k3",
+        "algorithm.rejection_high=0.5",
+        "algorithm.veto_low=1e-4",
+    ),
     "rloo": ("algorithm.kl_coefficient=0.01", "algorithm.old_logprobs=trainer", "algorithm.correction=icepop"),
     "reinforce_plus_plus": ("algorithm.kl_coefficient=0.01",),
     "reinforce_plus_plus_baseline": ("algorithm.m2_threshold=0.04", "algorithm.kl_coefficient=0.01", "algorithm.kl_unbiased=true"),

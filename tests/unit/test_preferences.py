@@ -27,7 +27,7 @@ LOGPROBS, REFERENCE = [-1.0, -2.0, -3.0, -1.0, -1.0, -1.0, -1.0], [-1.5, -2.5, -
 MARGINS = [0.2, -0.3]
 
 
-def step_of(name: str, logprobs: Tensor, **settings: float) -> tuple[Tensor, dict[str, float]]:
+def step_of(name: str, logprobs: Tensor, **settings: float | bool) -> tuple[Tensor, dict[str, float]]:
     """Return the loss of a step of the two pairs and its figures."""
     objective = Objective(AlgorithmConfig.model_validate({"name": name} | settings), max_new_tokens=8)
     inputs = ObjectiveInputs(
@@ -66,6 +66,57 @@ def test_dpo_with_label_smoothing_mixes_in_the_loss_of_the_pair_turned_round() -
     assert loss.item() == pytest.approx(sum(expected) / 2, rel=1e-12)
 
 
+def test_length_normalised_dpo_takes_means_over_the_answers_tokens() -> None:
+    # Per token: pair 1 is 0.5 above the reference and 1 below it, pair 2 is 0 and 1 above it.
+    logprobs, margins = leaf(), [0.15, -0.1]
+    loss, figures = step_of("dpo", logprobs, length_normalised=True)
+    loss.backward()
+    assert loss.item() == pytest.approx(sum(math.log(1 + math.exp(-margin)) for margin in margins) / 2, rel=1e-12)
+    pulls = [0.1 / (1 + math.exp(margin)) / 2 for margin in margins]
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-pulls[0] / 2] * 2 + [pulls[0]] + [-pulls[1]] + [pulls[1] / 3] * 3, rel=1e-12)
+    assert figures == pytest.approx({"preference_accuracy": 0.5, "reward_margin": 0.025, "chosen_reward": 0.025, "rejected_reward": 0.0})
+
+
+def test_dpo_with_a_likelihood_term_adds_the_chosen_answers_mean_negative_log_likelihood() -> None:
+    plain, mixed = leaf(), leaf()
+    loss, _ = step_of("dpo", plain)
+    with_term, _ = step_of("dpo", mixed, nll_coefficient=0.3)
+    loss.backward()
+    with_term.backward()
+    # The chosen answers: 1.5 nats a token over two, and 1 over one.
+    assert with_term.item() == pytest.approx(loss.item() + 0.3 * (1.5 + 1.0) / 2, rel=1e-12)
+    assert plain.grad is not None
+    assert mixed.grad is not None
+    added = (mixed.grad - plain.grad).tolist()
+    assert added == pytest.approx([-0.3 / 4, -0.3 / 4, 0.0, -0.3 / 2, 0.0, 0.0, 0.0], abs=1e-15)
+
+
+@pytest.mark.parametrize(("length_normalised", "margins"), [(True, [1.5, -1.0]), (False, [2.0, -3.0])])
+def test_ipo_is_the_hand_computed_loss_with_its_gradient(length_normalised: bool, margins: list[float]) -> None:
+    logprobs = leaf()
+    loss, figures = step_of("ipo", logprobs, beta=0.25, length_normalised=length_normalised)
+    loss.backward()
+    assert loss.item() == pytest.approx(sum((margin - 2) ** 2 for margin in margins) / 2, rel=1e-12)
+    first, second = (margins[0] - 2, margins[1] - 2)  # d/dh of the mean over two pairs
+    lengths = LENGTHS if length_normalised else [1] * 4
+    expected = [first / lengths[0]] * 2 + [-first / lengths[1]] + [second / lengths[2]] + [-second / lengths[3]] * 3
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx(expected, rel=1e-12)
+    assert figures["reward_margin"] == pytest.approx(0.25 * sum(margins) / 2)
+    assert figures["preference_accuracy"] == 0.5
+
+
+def test_ipo_has_no_gradient_at_its_margin() -> None:
+    # (h - 1 / (2 beta)) of a pair is 0 where h, 1.5 a token in the first, is what beta asks for.
+    logprobs = leaf()
+    loss, _ = step_of("ipo", logprobs, beta=1 / 3)
+    loss.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad[:3].tolist() == pytest.approx([0.0] * 3, abs=1e-15)
+    assert logprobs.grad[3:].abs().min() > 0
+
+
 def test_sft_is_the_mean_negative_log_likelihood_of_a_token() -> None:
     logprobs = leaf()
     loss, figures = step_of("sft", logprobs)
@@ -79,13 +130,13 @@ def test_sft_is_the_mean_negative_log_likelihood_of_a_token() -> None:
 def test_dpo_refuses_what_is_no_pair(ref: Tensor | None) -> None:
     values = torch.zeros(3)
     tokens = LossTokens(logprobs=values, old_logprobs=values, advantages=values, num_loss_tokens=torch.ones(3, dtype=torch.long), ref_logprobs=ref)
-    with pytest.raises(ConfigError, match="dpo needs pairs with the reference's log-probabilities, got 3 samples"):
+    with pytest.raises(ConfigError, match="preferences need pairs with the reference's log-probabilities, got 3 samples"):
         direct_preference(tokens, beta=0.1)
 
 
-def backend(name: str) -> TorchBackend:
-    data = {"chosen_key": "chosen", "rejected_key": "rejected"} if name == "dpo" else {}
-    config = run_config(algorithm={"name": name}, trainer={"max_grad_norm": 1e9}, data=data)
+def backend(name: str, **settings: float | bool) -> TorchBackend:
+    data = {} if name == "sft" else {"chosen_key": "chosen", "rejected_key": "rejected"}
+    config = run_config(algorithm={"name": name} | settings, trainer={"max_grad_norm": 1e9}, data=data)
     return TorchBackend(config, ranks=SingleRank(), dtype=torch.float64)
 
 
@@ -119,22 +170,56 @@ def transformers_loss(model: torch.nn.Module) -> Tensor:
     return loss
 
 
-def textbook_dpo(model: torch.nn.Module) -> Tensor:
-    """Compute the paper's equation 7 pair by pair, each answer by a forward pass of its own."""
-    losses = []
-    for chosen, rejected in zip(SAMPLES[::2], SAMPLES[1::2], strict=True):
-        worth = []
-        for sample in (chosen, rejected):
-            ids, mask = torch.from_numpy(np.array(sample.tokens)).long(), torch.from_numpy(np.array(sample.loss_mask))[1:].double()
+def answers(model: torch.nn.Module) -> list[list[tuple[Tensor, Tensor]]]:
+    """Give log-probabilities by the model and by the reference of the loss tokens, pair by pair, each answer by a forward pass of its own."""
+    pairs = []
+    for pair in zip(SAMPLES[::2], SAMPLES[1::2], strict=True):
+        of_pair = []
+        for sample in pair:
+            ids, mask = torch.from_numpy(np.array(sample.tokens)).long(), torch.from_numpy(np.array(sample.loss_mask))[1:].bool()
             logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-            worth.append((mask * (logprobs - torch.from_numpy(np.array(sample.ref_logprobs))[1:].double())).sum())
-        losses.append(-torch.log(torch.sigmoid(0.1 * (worth[0] - worth[1]))))
+            of_pair.append((logprobs[mask], torch.from_numpy(np.array(sample.ref_logprobs))[1:].double()[mask]))
+        pairs.append(of_pair)
+    return pairs
+
+
+def textbook_dpo(model: torch.nn.Module) -> Tensor:
+    """Compute the paper's equation 7."""
+    margins = [(policy - ref).sum() - (other - other_ref).sum() for (policy, ref), (other, other_ref) in answers(model)]
+    return torch.stack([-torch.log(torch.sigmoid(0.1 * margin)) for margin in margins]).mean()
+
+
+def textbook_dpo_by_token(model: torch.nn.Module) -> Tensor:
+    """Compute Tulu 3's length-normalised loss, and half the chosen answer's cross-entropy."""
+    losses = []
+    for (policy, ref), (other, other_ref) in answers(model):
+        margin = (policy.sum() - ref.sum()) / len(policy) - (other.sum() - other_ref.sum()) / len(other)
+        losses.append(torch.nn.functional.softplus(-2 * margin) - 0.5 * policy.mean())
     return torch.stack(losses).mean()
 
 
-@pytest.mark.parametrize(("name", "loss_of"), [("sft", transformers_loss), ("dpo", textbook_dpo)])
-def test_steps_equal_a_plain_implementation(name: str, loss_of: Callable[[torch.nn.Module], Tensor]) -> None:
-    mine = backend(name)
+def textbook_ipo(model: torch.nn.Module) -> Tensor:
+    """Compute the paper's equation 17 by its factors, with means over the tokens: (log of a ratio of products - 1 / (2 tau))^2."""
+    losses = []
+    for (policy, ref), (other, other_ref) in answers(model):
+        ratio = ((policy.mean() - other.mean()).exp() / (ref.mean() - other_ref.mean()).exp()).log()
+        losses.append((ratio - 1 / (2 * 0.5)) ** 2)
+    return torch.stack(losses).mean()
+
+
+STEPS: list[tuple[str, dict[str, float | bool], Callable[[torch.nn.Module], Tensor]]] = [
+    ("sft", {}, transformers_loss),
+    ("dpo", {}, textbook_dpo),
+    ("dpo", {"beta": 2.0, "length_normalised": True, "nll_coefficient": 0.5}, textbook_dpo_by_token),
+    ("ipo", {"beta": 0.5}, textbook_ipo),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "loss_of"), STEPS, ids=["sft", "dpo", "dpo by token", "ipo"])
+def test_steps_equal_a_plain_implementation(
+    name: str, settings: dict[str, float | bool], loss_of: Callable[[torch.nn.Module], Tensor]
+) -> None:
+    mine = backend(name, **settings)
     expected, model = plain_steps(loss_of, num_steps=3)
     for loss in expected:
         for part in (SAMPLES[:2], SAMPLES[2:6], SAMPLES[6:]):
