@@ -1,4 +1,5 @@
 """Writes docs/reference from the code: `python docs/generate.py` (or `--check`, which fails when a page is out of date)."""
+# ruff: noqa: E501, ISC004 - rows of tables stand on one line
 
 from __future__ import annotations
 
@@ -32,6 +33,19 @@ from relax_events.telemetry.metrics import ErrorMetrics, WorkerMetrics
 from relax_events.topics import TopicPlan
 
 FOLDER = Path(__file__).parent / "reference"
+CONVENTIONS = """## Conventions
+
+Where implementations differ, this is what is done here, and by whom otherwise.
+
+| question | here | elsewhere |
+|---|---|---|
+| Deviation of a prompt group: n or n - 1 | n - 1 | TRL, verl and NeMo-RL n - 1, rLLM n; the papers don't say. For 8 samples the two differ by 7 %, alike for all prompts |
+| What is added to it | 1e-6, in units of the reward; equal rewards give exact zeros | verl 1e-6, TRL 1e-4 |
+| Lone sample of a prompt | advantage 0 (grpo, opo, maxrl), an error (rloo), its reward (reinforce_plus_plus) | verl keeps its reward, NeMo-RL gives 0 |
+| Deviation of a batch, group mean (`whiten_advantages = "rewards"`) | of the rewards as scored, n - 1. The batch is the train step: all samples with loss tokens, over all micro-batches and ranks; prompt groups that were filtered, failed or expired are not among them. Equal rewards leave advantages as they are | TRL's `scale_rewards = "batch"` the same, over the batch that was generated, and 1e-4 is added |
+| Deviation of a batch, of centred rewards (`"tokens"`, `"samples"`) | n, over the step's loss tokens, each counted, or its samples; 1e-8 is added. The mean is taken off again | REINFORCE++ as `"tokens"`; TRL's RLOO `normalize_advantages` as `"samples"`, n - 1 |
+| Deviation beside a leave-one-out mean | of the whole prompt group | AReaL the same; NeMo-RL leaves the sample out of it, too |
+"""
 HEADERS = f"""## Headers
 
 | header | of | meaning |
@@ -116,11 +130,11 @@ def algorithms_page() -> str:
     for spec in installed_algorithms():
         told = describe(spec.name)
         own = [f"`{key} = {value}`" for key, value in told["settings"].items() if key in spec.settings]
-        parts += [f"## {spec.name}", spec.summary, f"```\n{spec.formula}\n```", f"Settings of its own: {', '.join(own)}.", f"Needs {told['needs']}."]
+        parts += [f"## {spec.name}", spec.summary, f"```\n{spec.formula}\n```", f"Settings of its own: {', '.join(own) or 'none'}.", f"Needs {told['needs']}."]
         parts += [spec.notes] if spec.notes else []
         parts += [f"Not for it: {'; '.join(f'`{key}` ({why})' for key, why in spec.excluded.items())}."] if spec.excluded else []
         parts += [f"Source: {spec.source}"]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, CONVENTIONS])
 
 
 def events_page() -> str:

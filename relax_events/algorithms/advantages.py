@@ -13,10 +13,12 @@ from relax_events.errors import RewardError
 
 @dataclass(frozen=True, slots=True)
 class GroupRewards:
-    """The rewards of a prompt group's samples: the one that counts, and what it was put together from, by name."""
+    """The rewards of a prompt group's samples: the one that counts, and what it was put together from, by name; and how long they are."""
 
     total: Float64[np.ndarray, " samples"]
     components: Mapping[str, Float64[np.ndarray, " samples"]] = field(default_factory=dict)
+    lengths: Float64[np.ndarray, " samples"] | None = None
+    """Loss tokens of each sample; the judge always gives them."""
 
 
 def group_advantages(
@@ -86,17 +88,56 @@ def all_one(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
     return np.ones_like(rewards.total)
 
 
-def leave_one_out(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
+def leave_one_out(rewards: GroupRewards, *, normalise_std: bool = False) -> Float64[np.ndarray, " samples"]:
     """Take the mean reward of the other samples off each reward (RLOO); exact zeros where all are equal.
 
+    Args:
+        rewards: Of at least two samples.
+        normalise_std: Divide by the standard deviation of the whole prompt group, with n - 1, to which 1e-6 is added.
     Raises:
         RewardError: The sample has no others.
-    Source: RLOO: Back to basics (arXiv 2402.14740).
+    Source: RLOO: Back to basics (arXiv 2402.14740), the RLOO estimator; with the prompt group's deviation as AReaL's `mean_leave1out` and
+        `std_level = group`.
     """
     num_samples = len(rewards.total)
     if num_samples < 2:
         raise RewardError("a leave-one-out baseline needs at least 2 samples of a prompt, got 1; set run.samples_per_prompt")
-    return centred(rewards) * (num_samples / (num_samples - 1))
+    return centred_and_scaled(rewards, normalise_std=normalise_std) * (num_samples / (num_samples - 1))
+
+
+def centred_by_length(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
+    """Take the mean reward weighted by the samples' lengths off each reward (OPO); exact zeros where all are equal.
+
+    A sample counts as often as it has loss tokens. Where none has any, nothing is trained, and all get zeros.
+
+    Raises:
+        RewardError: The lengths are not given.
+    Source: OPO: On-policy RL with optimal reward baseline (arXiv 2505.23585), the baseline under gradient norms that grow with length.
+    """
+    if rewards.lengths is None:
+        raise RewardError("a length-weighted baseline needs the number of loss tokens of each sample, got none")
+    total = rewards.lengths.sum()
+    if not total or (rewards.total == rewards.total[0]).all():
+        return np.zeros_like(rewards.total)
+    baseline = float(rewards.lengths @ rewards.total / total)
+    return rewards.total - baseline
+
+
+def over_group_mean(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
+    """Centre rewards within the prompt group, and divide them by the group's mean (MaxRL); exact zeros where all are equal.
+
+    Args:
+        rewards: Not negative; the paper's are 1 for right and 0 for wrong, and their mean is the pass rate.
+    Raises:
+        RewardError: A reward is negative: then the mean is no rate, and dividing by it may turn signs round.
+    Source: MaxRL: Maximum likelihood reinforcement learning (arXiv 2602.02710), algorithm 1: sum over i of (r_i - mean) S_i / (n mean), and
+        zero where nothing was right.
+    """
+    if (lowest := rewards.total.min()) < 0:
+        remedy = "shift the rewards to 0 and above, leave overlong penalties out, or take another algorithm"
+        raise RewardError(f"maxrl divides by the prompt group's mean reward, so rewards must be at least 0, got {lowest:g}; {remedy}")
+    advantages = centred(rewards)
+    return advantages / rewards.total.mean() if advantages.any() else advantages
 
 
 def decoupled(rewards: GroupRewards, *, normalise_std: bool, reward_weights: Mapping[str, float]) -> Float64[np.ndarray, " samples"]:

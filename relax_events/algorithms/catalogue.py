@@ -160,12 +160,46 @@ DPPO_KL = AlgorithmSpec(
 RLOO = AlgorithmSpec(
     name="rloo",
     summary="REINFORCE with the mean reward of the prompt group's other samples as baseline.",
-    formula="A_i = R_i - mean over j != i of R_j\nloss_t = -A lp_t\nL = mean over samples of (sum over tokens of loss_t) / length_normaliser",
+    formula="A_i = R_i - mean over j != i of R_j, with normalise_std divided by std(R) + 1e-6 within the prompt group, std with n - 1\n"
+    "loss_t = -A lp_t\nL = mean over samples of (sum over tokens of loss_t) / length_normaliser",
     source="Back to basics (arXiv 2402.14740), the RLOO estimator, divided by a constant; the KL is in its reward, too.",
     advantage=f"{ADVANTAGES}:leave_one_out",
+    advantage_settings=("normalise_std",),
     policy_loss=f"{LOSSES}:plain_gradient",
-    settings={"aggregation": "constant_length", "kl_placement": "reward", "kl_estimator": "k1"},
-    notes='There is no ratio in the loss: with samples of older policies set `old_logprobs = "trainer"` and a correction.',
+    settings={"normalise_std": False, "aggregation": "constant_length", "kl_placement": "reward", "kl_estimator": "k1"},
+    notes="The paper has no deviation. With `normalise_std` it is the whole prompt group's, as in AReaL; NeMo-RL leaves the sample out of its "
+    "deviation, too, which is 0 for the one success of a group. TRL's RLOOTrainer normalises over the batch instead: "
+    '`whiten_advantages = "samples"`. There is no ratio in the loss: with samples of older policies set `old_logprobs = "trainer"` and a correction.',
+)
+
+OPO = AlgorithmSpec(
+    name="opo",
+    summary="REINFORCE on samples of the newest policy, with the prompt group's mean reward weighted by length as baseline.",
+    formula="A_i = R_i - (sum over j of l_j R_j) / (sum over j of l_j),  l_j the loss tokens of sample j of the prompt group\n"
+    "loss_t = -r_t A,  r_t = exp(lp_t - lo_t)\nL = mean over the step's tokens",
+    source="OPO: On-policy RL with optimal reward baseline (arXiv 2505.23585): the baseline of least variance where a gradient's squared norm "
+    "grows with length; neither KL nor entropy.",
+    advantage=f"{ADVANTAGES}:centred_by_length",
+    policy_loss=f"{LOSSES}:importance_weighted",
+    notes="The paper trains each batch once, exactly on-policy: `max_staleness = 0` is its setting, where the ratio is 1. A lone sample gets 0 "
+    "here; in verl it keeps its reward.",
+)
+
+MAXRL = AlgorithmSpec(
+    name="maxrl",
+    summary="Group-relative advantages divided by the prompt group's mean reward: towards maximum likelihood, hard prompts weigh more.",
+    formula=f"A = (R - mean(R)) / mean(R) within the prompt group, 0 where mean(R) = 0\n{CLIPPED}\nL = mean over the step's tokens",
+    source="MaxRL: Maximum likelihood reinforcement learning (arXiv 2602.02710), algorithm 1, with PPO's clipped ratio as in its authors' code.",
+    advantage=f"{ADVANTAGES}:over_group_mean",
+    policy_loss=f"{LOSSES}:clipped",
+    loss_settings=CLIP,
+    settings={"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0},
+    excluded={
+        "overlong_ratio": "a penalty makes rewards negative, and the mean no pass rate",
+        "kl_placement": "KL in the reward makes it negative, and the mean no pass rate",
+    },
+    notes="Rewards are at least 0, 1 for right and 0 for wrong in the paper; a prompt group with a negative one fails. A lone sample gets 0 here; "
+    "in the authors' code its mean is taken for 0, and its reward is divided by 1e-6.",
 )
 
 REINFORCE_PLUS_PLUS = AlgorithmSpec(

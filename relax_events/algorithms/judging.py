@@ -74,7 +74,8 @@ class Judge:
             penalties = []
         if self._algorithm.needs_critic:
             return self._by_token(samples, masks, rewards, penalties)
-        given = self._advantage(GroupRewards(rewards, _components(samples)), **self._algorithm.keywords(self._spec.advantage_settings))
+        lengths = np.array([mask.sum() for mask in masks], np.float64)
+        given = self._advantage(GroupRewards(rewards, _components(samples), lengths), **self._algorithm.keywords(self._spec.advantage_settings))
         scalars = _checked(given, num_samples=len(samples), name=self._algorithm.name)
         advantages = [mask.astype(np.float32) * np.float32(scalar) for mask, scalar in zip(masks, scalars, strict=True)]
         for index, penalty in enumerate(penalties):

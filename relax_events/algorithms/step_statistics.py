@@ -16,13 +16,14 @@ class Whitening:
 
     mean: float = 0.0
     std: float = 1.0
+    eps: float = EPS
 
     def apply(self, values: Float64[np.ndarray, " values"]) -> Float64[np.ndarray, " values"]:
         """Give the values mean 0 and deviation 1 over the step; all zeros where they are equal.
 
         Source: REINFORCE++ (arXiv 2501.03262), global advantage normalisation; deviation with n.
         """
-        return (values - self.mean) / (self.std + EPS)
+        return (values - self.mean) / (self.std + self.eps)
 
 
 def second_moment_cutoff(squares: Float64[np.ndarray, " tokens"], *, threshold: float) -> float:

@@ -42,9 +42,9 @@ class AlgorithmConfig(Section):
     """By how much the reward has fallen at `engine.sampling.max_new_tokens`."""
     filter_uniform_rewards: bool = False
     """Drop prompt groups whose rewards are all equal and issue others in their place (dynamic sampling)."""
-    whiten_advantages: Literal["none", "tokens", "samples"] = "none"
-    """Give a step's advantages mean 0 and deviation 1, over its loss tokens or over its samples. The trainer then waits for the whole
-    step before its first backward pass."""
+    whiten_advantages: Literal["none", "tokens", "samples", "rewards"] = "none"
+    """Give a step's advantages mean 0 and deviation 1, over its loss tokens or over its samples; or divide them by the deviation of the
+    step's rewards, and centre nothing (`rewards`). The trainer then waits for the whole step before its first backward pass."""
     clip_low: Annotated[float, Field(ge=0, le=1)] | None = 0.2
     """The probability ratio is clipped below at 1 - clip_low; with gmpo its logarithm at -clip_low."""
     clip_high: NonNegative | None = 0.2
@@ -175,6 +175,13 @@ class AlgorithmConfig(Section):
         if self.needs_critic and self.has_distill_advantage:
             rule = "distill_placement = 'advantage' would make the critic learn the teacher's judgement as if it were reward"
             raise ValueError(f"{rule}; set distill_placement = 'loss' with {self.name}")
+        if self.whiten_advantages == "rewards" and (self.overlong_ratio or self.has_reward_kl or self.has_distill_advantage):
+            rule = "whiten_advantages = 'rewards' takes the deviation of rewards as they were scored"
+            given = "overlong_ratio, KL in the reward and distill_placement = 'advantage' change advantages besides"
+            raise ValueError(f"{rule}, but {given}; set whiten_advantages = 'samples', or leave those out")
+        if self.whiten_advantages == "rewards" and self.normalise_std:
+            rule = "whiten_advantages = 'rewards' divides by the step's deviation in place of the prompt group's"
+            raise ValueError(f"{rule}; set normalise_std = false beside it")
         if self.kl_unbiased and self.kl_placement == "reward":
             raise ValueError("kl_unbiased = true mends the gradient of a KL estimate in the loss; set kl_placement = 'loss'")
         return self

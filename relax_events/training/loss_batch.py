@@ -25,12 +25,14 @@ from relax_events.training.token_sets import TokenSets
 class LossBatch:
     """`values` hold `advantages` and, as the algorithm needs them, `rollout`, `old`, `ref` and `teacher`: one number for each loss token.
 
-    `token_sets` are there where the loss compares policy and teacher over several token ids.
+    `rewards` are those of the samples that have loss tokens. `token_sets` are there where the loss compares policy and teacher over
+    several token ids.
     """
 
     batch: PackedBatch
     values: Mapping[str, NDArray[np.floating]]
     sample_ids: list[str]
+    rewards: NDArray[np.float64]
     token_sets: TokenSets | None = None
 
     @classmethod
@@ -54,7 +56,8 @@ class LossBatch:
         batch = pack(samples, vocab_size=vocab_size, share_rows=share_rows, sharing=sharing, experts=experts)
         values = {name: loss_values(samples, field) for name, field in _fields(algorithm).items()}
         sets = TokenSets.of(samples, num_ids=algorithm.distill_top_k, vocab_size=vocab_size) if algorithm.has_topk_loss else None
-        return cls(batch, values, [sample.sample_id for sample in samples], sets)
+        rewards = np.array([sample.reward for sample in samples], np.float64)[batch.num_loss_tokens > 0]
+        return cls(batch, values, [sample.sample_id for sample in samples], rewards, sets)
 
     def whitened(self, whitening: Whitening) -> LossBatch:
         """Return the same with the advantages that they are over the whole step."""

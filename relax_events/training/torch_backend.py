@@ -27,7 +27,7 @@ from relax_events.training.protocol import Critic, Scorer, StepFigures, TrainerS
 from relax_events.training.ranks import Ranks
 from relax_events.training.sample_media import SampleMedia
 from relax_events.training.step_sums import MicroBatchSums, Totals, gather_totals, sum_micro_batch
-from relax_events.training.whole_step import step_cutoff, step_whitening
+from relax_events.training.whole_step import step_cutoff, step_scaling, step_whitening
 
 
 class TorchBackend:
@@ -102,7 +102,10 @@ class TorchBackend:
             return
         if algorithm.whiten_advantages != "none":
             advantages = [(held.values["advantages"], held.batch.num_loss_tokens) for held in self._held]
-            whitening = step_whitening(advantages, over=algorithm.whiten_advantages, ranks=self._ranks)
+            if algorithm.whiten_advantages == "rewards":
+                whitening = step_scaling([held.rewards for held in self._held], ranks=self._ranks)
+            else:
+                whitening = step_whitening(advantages, over=algorithm.whiten_advantages, ranks=self._ranks)
             self._held = [held.whitened(whitening) for held in self._held]
         if algorithm.m2_threshold:
             cutoff = step_cutoff(map(self._squared_log_ratios, self._held), threshold=algorithm.m2_threshold, ranks=self._ranks)

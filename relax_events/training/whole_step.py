@@ -36,6 +36,24 @@ def step_whitening(
     return Whitening(mean=mean, std=float(np.sqrt(squares / count)))
 
 
+def step_scaling(rewards: Iterable[NDArray[np.float64]], *, ranks: Ranks) -> Whitening:
+    """Return the deviation (with n - 1) of a step's rewards, to divide advantages by; their mean stays as it is.
+
+    Where all rewards are equal, or there is only one, advantages stay as they are.
+
+    Args:
+        rewards: Of this rank's samples that have loss tokens, as they were scored.
+        ranks: All of them.
+    Source: TRL's GRPOTrainer, `scale_rewards = "batch"`, and Tricks or traps (arXiv 2508.08221): the prompt group's mean, the
+        batch's deviation.
+    """
+    everyone = [np.frombuffer(data, np.float64) for data in ranks.all_gather_bytes(np.concatenate([np.zeros(0), *rewards]).tobytes())]
+    values = np.sort(np.concatenate(everyone))
+    if len(values) < 2 or values[0] == values[-1]:
+        return Whitening(eps=0.0)
+    return Whitening(std=float(values.std(ddof=1)))
+
+
 def _units(advantages: NDArray[np.float32], lengths: NDArray[np.int64], over: str) -> NDArray[np.float64]:
     values = advantages.astype(np.float64)
     if over == "tokens":

@@ -126,6 +126,20 @@ def test_whole_step_algorithm_trains_what_a_whitened_and_masked_step_would():
     assert 0 < figures["masked_fraction"] < 0.5
 
 
+def test_deviation_of_the_steps_rewards_divides_every_micro_batchs_advantages():
+    rewards = [float(index % 3) for index in range(len(SAMPLES))]
+    rewarded = [changed(sample, reward=reward) for sample, reward in zip(SAMPLES, rewards, strict=True)]
+    empty = changed(rewarded[0], loss_mask=np.zeros_like(rewarded[0].loss_mask), reward=1e6)  # has no part in the deviation
+    mine = backend(algorithm={"name": "dr_grpo", "whiten_advantages": "rewards"})
+    for part in (rewarded[:3], [empty], rewarded[3:]):
+        mine.accumulate(part)
+    other = backend(algorithm={"name": "dr_grpo"})
+    other.accumulate([changed(sample, advantages=(sample.advantages / np.std(rewards, ddof=1)).astype(np.float32)) for sample in SAMPLES])
+    figures, expected = mine.step(), other.step()
+    assert figures.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert figures.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+
+
 def test_step_that_failed_leaves_nothing_of_a_held_step():
     algorithm = {"name": "reinforce_plus_plus_baseline"}
     mine, clean = backend(algorithm=algorithm), backend(algorithm=algorithm)
