@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from relax_events.objects.claim_check import check_out
 from relax_events.objects.roots import AllowedRoots
 from relax_events.objects.store import ObjectStore
 from relax_events.pipeline.description import described_config
-from relax_events.pipeline.validation import check_ended, check_issued, check_ready, check_sample
+from relax_events.pipeline.validation import check_ended, check_issued, check_ready, check_sample, outcomes_on
 from relax_events.policy import IssuedGroup
 from tests import event_samples
 from tests.fuzz.inputs import TEXTS, as_json, documents, json_bytes, mutated
@@ -93,7 +94,8 @@ def decode(data: bytes) -> None:
         event = CODEC.decode(data)
         orjson.dumps(plain(event))
         AllowedRoots(("file:///a/",)).check(event)
-        checks = {"SampleRolledOut": check_sample, "SampleReady": check_ready, "PromptGroupIssued": check_issued, "PromptGroupEnded": check_ended}
+        may_end = partial(check_ended, allowed=outcomes_on("prompt.end-requests"))
+        checks = {"SampleRolledOut": check_sample, "SampleReady": check_ready, "PromptGroupIssued": check_issued, "PromptGroupEnded": may_end}
         check: Any = checks.get(type(event).__name__)
         if check is not None:
             check(event)
