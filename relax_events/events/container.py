@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -9,17 +11,26 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import fastavro
 from fastavro.schema import SchemaParseException, UnknownType
 from fastavro.write import Writer
 
 from relax_events.errors import CorruptRecord, SchemaError
-from relax_events.events.foreign_schemas import require_bounded
+from relax_events.events.foreign_schemas import MAX_SCHEMA_BYTES, read_published, require_bounded
+from relax_events.events.schemas import Schema
 
 CODEC = "deflate"
 BLOCK_BYTES = 256 * 1024
+"""At which a block is written. It ends with the record that reaches this."""
+MAX_RECORD_BYTES = 64 * 1024**2
+"""Of a record that can be written again: the producer of an import takes no larger one."""
+MAX_BLOCK_BYTES = BLOCK_BYTES + MAX_RECORD_BYTES
+MAX_READS = 2 * BLOCK_BYTES
+"""Parts of numbers, and texts, in a block. It is far more than records have; two zeros are a header, which takes some 250 bytes in memory."""
+MAX_HEAD_BYTES = 2 * MAX_SCHEMA_BYTES
+CONTAINER_MAGIC, SYNC_BYTES, RAW_DEFLATE = b"Obj\x01", 16, -15
 NULLABLE = ["null", "bytes"]
 SCHEMA: dict[str, Any] = {
     "type": "record",
@@ -47,6 +58,20 @@ SCHEMA: dict[str, Any] = {
     ],
 }
 PARSED = fastavro.parse_schema(SCHEMA)
+HEAD = fastavro.parse_schema(
+    {
+        "type": "record",
+        "name": "Head",
+        "fields": [
+            {"name": "magic", "type": {"type": "fixed", "name": "Magic", "size": len(CONTAINER_MAGIC)}},
+            {"name": "meta", "type": {"type": "map", "values": "bytes"}},
+            {"name": "sync", "type": {"type": "fixed", "name": "Sync", "size": SYNC_BYTES}},
+        ],
+    }
+)
+BLOCK_HEAD = fastavro.parse_schema(
+    {"type": "record", "name": "BlockHead", "fields": [{"name": "num_records", "type": "long"}, {"name": "num_bytes", "type": "long"}]}
+)
 UNREADABLE = (
     *(EOFError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, MemoryError, RecursionError, zlib.error, SchemaError),
     *(SchemaParseException, UnknownType, fastavro.read.SchemaResolutionError),
@@ -110,15 +135,84 @@ class ContainerWriter(AbstractContextManager["ContainerWriter"]):
 def read_container(path: Path) -> Iterator[LoggedRecord]:
     """Give the records of a container file, one block in memory at a time.
 
+    A block is unpacked up to `MAX_BLOCK_BYTES`, and decoded up to `MAX_READS`: a file of a few bytes can't fill the memory.
+
     Raises:
-        CorruptRecord: The file is torn or is no container of records.
+        CorruptRecord: The file is torn, is no container of records, or has a block beyond these bounds; the text names file and block.
     """
+    place = "its head"
     try:
         with path.open("rb") as file:
-            rows: Any = fastavro.reader(file, PARSED)
-            require_bounded(rows.writer_schema)
-            for row in rows:
-                headers = tuple((header["name"], header["value"]) for header in row["headers"])
-                yield LoggedRecord(row["offset"], row["timestamp_ms"], row["key"], row["value"], headers)
+            head, writer = _read_head(file)
+            num_bytes, number = os.fstat(file.fileno()).st_size, 0
+            reader = None if writer == PARSED else PARSED
+            while file.tell() < num_bytes:
+                place = f"block {number} (byte {file.tell()})"
+                num_records, data = _read_block(file, num_bytes, codec=head["meta"].get("avro.codec", b"null"))
+                if file.read(SYNC_BYTES) != head["sync"]:
+                    raise ValueError("it does not end with the file's marker")
+                block = _Block(data)
+                for _ in range(num_records):
+                    row: Any = fastavro.schemaless_reader(block, writer, reader)
+                    headers = tuple((header["name"], header["value"]) for header in row["headers"])
+                    yield LoggedRecord(row["offset"], row["timestamp_ms"], row["key"], row["value"], headers)
+                if left := len(data) - block.tell():
+                    raise ValueError(f"it has {left} bytes after its {num_records} records")
+                number += 1
     except UNREADABLE as error:
-        raise CorruptRecord(f"{path} can't be read as records of a partition: {type(error).__name__} {error}") from error
+        raise CorruptRecord(f"{path} can't be read as records of a partition: {place}: {type(error).__name__} {error}") from error
+
+
+def _read_head(file: IO[bytes]) -> tuple[dict[str, Any], Schema]:
+    """Return a container's head and the schema of its records, and go to its first block."""
+    buffer = io.BytesIO(file.read(MAX_HEAD_BYTES))
+    head: Any = fastavro.schemaless_reader(buffer, HEAD, None)
+    if head["magic"] != CONTAINER_MAGIC or len(head["sync"]) != SYNC_BYTES:
+        raise ValueError("it is no Avro object container")
+    schema = read_published(head["meta"]["avro.schema"])
+    require_bounded(schema)
+    file.seek(buffer.tell())
+    parsed: Any = fastavro.parse_schema(schema)
+    return head, parsed
+
+
+def _read_block(file: IO[bytes], num_bytes: int, *, codec: bytes) -> tuple[int, bytes]:
+    """Return how many records the next block says it has, and their bytes, unpacked.
+
+    Args:
+        file: At the block.
+        num_bytes: Of the file.
+        codec: By which its blocks are packed.
+    """
+    head: Any = fastavro.schemaless_reader(file, BLOCK_HEAD, None)
+    num_records, num_packed = head["num_records"], head["num_bytes"]
+    if num_records < 0 or not 0 <= num_packed <= num_bytes - file.tell():
+        raise ValueError(f"it says that it has {num_records} records in {num_packed} bytes, and {num_bytes - file.tell()} bytes are left")
+    too_large = f"{{}} bytes, and at most {MAX_BLOCK_BYTES} may be: one record of {MAX_RECORD_BYTES}, and what stands before it"
+    if num_packed > MAX_BLOCK_BYTES:
+        raise ValueError(too_large.format(f"it has {num_packed}"))
+    data = file.read(num_packed)
+    if codec == b"null":
+        return num_records, data
+    if codec != CODEC.encode():
+        raise ValueError(f"it is packed by {codec[:20]!r}; relax topics export packs by {CODEC}")
+    unpacking = zlib.decompressobj(RAW_DEFLATE)
+    unpacked = unpacking.decompress(data, MAX_BLOCK_BYTES + 1)
+    if len(unpacked) > MAX_BLOCK_BYTES:
+        raise ValueError(too_large.format(f"its {num_packed} bytes unpack to more than {MAX_BLOCK_BYTES}"))
+    if not unpacking.eof:
+        raise ValueError(f"its {num_packed} bytes end before what is packed in them does")
+    return num_records, unpacked
+
+
+class _Block(io.BytesIO):
+    """The bytes of a block, which may be read in so many parts: what a part becomes takes memory, whatever it is packed in."""
+
+    num_left = MAX_READS
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Read the next bytes."""
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise ValueError(f"it has more than {MAX_READS} values, which no records of partitions have")
+        return super().read(size)
