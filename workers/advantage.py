@@ -19,7 +19,7 @@ from relax_events.broker.deadline import Deadline
 from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
 from relax_events.errors import CorruptRecord, ForeignRecord, PoisonSample, RewardError
-from relax_events.events.parts import Array, Outcome, TopicOffset
+from relax_events.events.parts import Array, FinishReason, Outcome, TopicOffset
 from relax_events.events.tensors import dense
 from relax_events.events.types import Event, PolicyVersionPublished, SampleEvaluated, SampleReady, SampleRolledOut, SampleScored
 from relax_events.objects.roots import media_of
@@ -160,7 +160,13 @@ class AdvantageLoop:
         if is_guest(group.prompt_group_id):
             self._end(group, Outcome.FILTERED, "guest: generated and scored, not trained", mean_reward=mean_reward)
             return
-        if self._worker.config.algorithm.filter_uniform_rewards and np.ptp(rewards) == 0:
+        algorithm = self._worker.config.algorithm
+        is_whole = np.array([sample.finish_reason is not FinishReason.LENGTH for sample in group.ordered_samples()])
+        if algorithm.truncated_samples != "train" and not is_whole.any():
+            self._end(group, Outcome.FILTERED, "all samples were cut off by their length", mean_reward=mean_reward)
+            return
+        counted = rewards[is_whole] if algorithm.truncated_samples == "leave_out" else rewards
+        if algorithm.filter_uniform_rewards and np.ptp(counted) == 0:
             self._end(group, Outcome.FILTERED, "all rewards are equal", mean_reward=mean_reward)
             return
         try:
@@ -190,6 +196,7 @@ class AdvantageLoop:
                 ref_logprobs=_plain(_evaluated(group, sample, "reference"), sample),
                 values=_plain(_evaluated(group, sample, "critic"), sample),
                 teacher_logprobs=_plain(_evaluated(group, sample, "teacher"), sample),
+                is_truncated=sample.finish_reason is FinishReason.LENGTH,
             )
             for sample in group.ordered_samples()
         ]

@@ -19,6 +19,8 @@ class GroupRewards:
     components: Mapping[str, Float64[np.ndarray, " samples"]] = field(default_factory=dict)
     lengths: Float64[np.ndarray, " samples"] | None = None
     """Loss tokens of each sample; the judge always gives them."""
+    num_left_out: int = 0
+    """Samples of the prompt group that are not among these, since they were cut off."""
 
 
 def group_advantages(
@@ -89,7 +91,7 @@ def all_one(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
 
 
 def leave_one_out(rewards: GroupRewards, *, normalise_std: bool = False) -> Float64[np.ndarray, " samples"]:
-    """Take the mean reward of the other samples off each reward (RLOO); exact zeros where all are equal.
+    """Take the mean reward of the other samples off each reward (RLOO); exact zeros where all are equal, or the others were left out.
 
     Args:
         rewards: Of at least two samples.
@@ -100,6 +102,8 @@ def leave_one_out(rewards: GroupRewards, *, normalise_std: bool = False) -> Floa
         `std_level = group`.
     """
     num_samples = len(rewards.total)
+    if num_samples < 2 and rewards.num_left_out:
+        return np.zeros_like(rewards.total)
     if num_samples < 2:
         raise RewardError("a leave-one-out baseline needs at least 2 samples of a prompt, got 1; set run.samples_per_prompt")
     return centred_and_scaled(rewards, normalise_std=normalise_std) * (num_samples / (num_samples - 1))

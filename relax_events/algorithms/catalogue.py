@@ -308,7 +308,8 @@ OPD = AlgorithmSpec(
 )
 
 NOTHING_REWARDED = dict.fromkeys(
-    ("overlong_ratio", "overlong_penalty", "filter_uniform_rewards", "whiten_advantages", "kl_placement"), "nothing is rewarded"
+    ("overlong_ratio", "overlong_penalty", "truncated_samples", "filter_uniform_rewards", "whiten_advantages", "kl_placement"),
+    "nothing is rewarded",
 )
 NOTHING_DRAWN = dict.fromkeys(
     ("old_logprobs", "correction", "rejection", "veto_low", "veto_high", "opsm_threshold", "m2_threshold", "distill_coefficient"),

@@ -37,6 +37,7 @@ class RewardedSample:
     ref_logprobs: NDArray[np.generic] | None = None
     values: NDArray[np.generic] | None = None
     teacher_logprobs: NDArray[np.generic] | None = None
+    is_truncated: bool = False
 
 
 class Judge:
@@ -66,6 +67,13 @@ class Judge:
             ConfigError: An algorithm of one's own gave something else than a finite number for each sample.
         """
         _require_finite(samples)
+        if self._algorithm.truncated_samples != "leave_out" or not any(sample.is_truncated for sample in samples):
+            return self._judged(samples)
+        kept = [sample for sample in samples if not sample.is_truncated]
+        judged = iter(self._judged(kept, num_left_out=len(samples) - len(kept)) if kept else ())
+        return [np.zeros(len(sample.loss_mask), np.float32) if sample.is_truncated else next(judged) for sample in samples]
+
+    def _judged(self, samples: Sequence[RewardedSample], *, num_left_out: int = 0) -> list[NDArray[np.float32]]:
         masks = [sample.loss_mask.astype(bool) for sample in samples]
         penalties = self._penalties(samples, masks)
         rewards = self._rewards(samples, masks)
@@ -74,8 +82,8 @@ class Judge:
             penalties = []
         if self._algorithm.needs_critic:
             return self._by_token(samples, masks, rewards, penalties)
-        lengths = np.array([mask.sum() for mask in masks], np.float64)
-        given = self._advantage(GroupRewards(rewards, _components(samples), lengths), **self._algorithm.keywords(self._spec.advantage_settings))
+        lengths, keywords = np.array([mask.sum() for mask in masks], np.float64), self._algorithm.keywords(self._spec.advantage_settings)
+        given = self._advantage(GroupRewards(rewards, _components(samples), lengths, num_left_out), **keywords)
         scalars = _checked(given, num_samples=len(samples), name=self._algorithm.name)
         advantages = [mask.astype(np.float32) * np.float32(scalar) for mask, scalar in zip(masks, scalars, strict=True)]
         for index, penalty in enumerate(penalties):

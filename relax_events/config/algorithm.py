@@ -40,6 +40,9 @@ class AlgorithmConfig(Section):
     """Share of `engine.sampling.max_new_tokens` over which a completion's reward falls linearly; 0 for no such penalty."""
     overlong_penalty: NonNegative = 1.0
     """By how much the reward has fallen at `engine.sampling.max_new_tokens`."""
+    truncated_samples: Literal["train", "mask", "leave_out"] = "train"
+    """Samples cut off by their length: train them as any other; give them no loss but count their reward in the prompt group's
+    statistics (`mask`); or neither (`leave_out`). A prompt group of such samples alone is then filtered."""
     filter_uniform_rewards: bool = False
     """Drop prompt groups whose rewards are all equal and issue others in their place (dynamic sampling)."""
     whiten_advantages: Literal["none", "tokens", "samples", "rewards"] = "none"

@@ -13,11 +13,13 @@ from relax_events.algorithms.distillation import TokenSet
 from relax_events.algorithms.objective import ObjectiveInputs
 from relax_events.algorithms.step_statistics import Whitening
 from relax_events.config import AlgorithmConfig
+from relax_events.events.parts import FinishReason
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
 from relax_events.training.packing import PackedBatch, loss_values, pack, require_whole_groups
 from relax_events.training.policy_model import TokenLogprobs
 from relax_events.training.row_layout import PromptSharing
+from relax_events.training.token_sequence import plain
 from relax_events.training.token_sets import TokenSets
 
 
@@ -51,6 +53,7 @@ class LossBatch:
         Raises:
             PoisonSample: A sample can't be trained on; the text names it.
         """
+        samples = with_trained_masks(samples, algorithm=algorithm)
         if algorithm.needs_whole_groups:
             require_whole_groups(samples)
         batch = pack(samples, vocab_size=vocab_size, share_rows=share_rows, sharing=sharing, experts=experts)
@@ -91,6 +94,16 @@ class LossBatch:
         if self.token_sets is None:
             return None
         return TokenSet(result.id_logprobs, torch.from_numpy(self.token_sets.teacher_logprobs).to(result.id_logprobs))
+
+
+def with_trained_masks(samples: Sequence[SampleReady], *, algorithm: AlgorithmConfig) -> Sequence[SampleReady]:
+    """Return the samples, those without a loss token that were cut off by their length, unless the algorithm trains them."""
+    if algorithm.truncated_samples == "train":
+        return samples
+    return [
+        replace(sample, loss_mask=np.zeros_like(plain(sample, "loss_mask"))) if sample.finish_reason is FinishReason.LENGTH else sample
+        for sample in samples
+    ]
 
 
 def _fields(algorithm: AlgorithmConfig) -> dict[str, str]:

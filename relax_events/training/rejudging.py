@@ -15,6 +15,7 @@ from relax_events.config import AlgorithmConfig
 from relax_events.errors import ConfigError, CorruptRecord, RewardError, SchemaError
 from relax_events.events.codec import EventCodec
 from relax_events.events.generations import TrajectoryKey, trajectory_of
+from relax_events.events.parts import FinishReason
 from relax_events.events.tensors import dense
 from relax_events.events.types import SampleReady, SampleScored
 from relax_events.training.assembly import PlacedSample
@@ -29,9 +30,10 @@ def _judgement(algorithm: AlgorithmConfig) -> tuple[Any, ...]:
     """Return the settings that advantages depend on; what the trainer itself does to them is not among these."""
     kl = (algorithm.kl_coefficient, algorithm.kl_estimator, algorithm.old_logprobs) if algorithm.has_reward_kl else ()
     shaping = (algorithm.overlong_ratio, algorithm.overlong_penalty) if algorithm.overlong_ratio else ()
+    left_out = algorithm.truncated_samples == "leave_out"
     critic = (algorithm.gamma, algorithm.gae_lambda)
     teacher = (algorithm.distill_coefficient, algorithm.old_logprobs) if algorithm.has_distill_advantage else ()
-    return algorithm.name, algorithm.normalise_std, algorithm.reward_weights, algorithm.options, shaping, kl, critic, teacher
+    return algorithm.name, algorithm.normalise_std, algorithm.reward_weights, algorithm.options, left_out, shaping, kl, critic, teacher
 
 
 def require_teacher_of(recorded: AlgorithmConfig, wanted: AlgorithmConfig, *, run_id: str) -> None:
@@ -109,6 +111,7 @@ class Rejudging:
             ref_logprobs=array("ref_logprobs"),
             values=array("values"),
             teacher_logprobs=array("teacher_logprobs"),
+            is_truncated=sample.finish_reason is FinishReason.LENGTH,
         )
 
     def _reward(self, sample: SampleReady) -> float:

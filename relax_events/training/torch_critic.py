@@ -18,6 +18,7 @@ from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
 from relax_events.models.causal_lm import choose_device
 from relax_events.training.flat_parameters import FlatParameters
+from relax_events.training.loss_batch import with_trained_masks
 from relax_events.training.packing import PackedBatch, cut_by_cells, loss_values, pack
 from relax_events.training.protocol import TrainerState, ValueFigures
 from relax_events.training.sample_media import SampleMedia
@@ -47,7 +48,7 @@ class TorchCritic:
         Raises:
             ConfigError: The model can't be loaded.
         """
-        critic, model = config.critic, config.model
+        critic, model, self._algorithm = config.critic, config.model, config.algorithm
         device = choose_device(model.device)
         make_deterministic(device, threads=critic.threads)
         self.policy_version = config.first_version
@@ -70,6 +71,7 @@ class TorchCritic:
                 self._train(laid_out)
 
     def _laid_out(self, samples: Sequence[SampleReady]) -> _LaidOut:
+        samples = with_trained_masks(samples, algorithm=self._algorithm)
         batch = pack(samples, vocab_size=self._model.vocab_size, share_rows=self._model.shares_rows)
         advantages, old = (loss_values(samples, field).astype(np.float64) for field in ("advantages", "values"))
         return _LaidOut(self._media.added(batch, samples), advantages, old)

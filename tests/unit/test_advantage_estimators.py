@@ -21,9 +21,9 @@ def group(rewards: list[float], lengths: list[float] | None = None) -> GroupRewa
     return GroupRewards(np.array(rewards), lengths=None if lengths is None else np.array(lengths, np.float64))
 
 
-def judged(rewards: list[float], masks: list[list[int]], **settings: Any) -> list[list[float]]:
+def judged(rewards: list[float], masks: list[list[int]], *, cut_off: tuple[int, ...] = (), **settings: Any) -> list[list[float]]:
     samples = [
-        RewardedSample(sample_id=str(index), reward=reward, loss_mask=np.array(mask, np.uint8), components={})
+        RewardedSample(sample_id=str(index), reward=reward, loss_mask=np.array(mask, np.uint8), components={}, is_truncated=index in cut_off)
         for index, (reward, mask) in enumerate(zip(rewards, masks, strict=True))
     ]
     return [values.tolist() for values in Judge(AlgorithmConfig.model_validate(settings), max_new_tokens=8)(samples)]
@@ -114,3 +114,21 @@ def test_deviation_of_a_step_of_equal_rewards_leaves_advantages_as_they_are(rewa
     scaling = step_scaling([np.array(rewards)], ranks=SingleRank())
     assert scaling.apply(np.array([0.25, -3.0])).tolist() == [0.25, -3.0]
     assert scaling != Whitening(0.0, 0.0)
+
+
+MASKS = [[0, 1], [1, 1], [1], [1]]
+
+
+@pytest.mark.parametrize(("truncated", "expected"), [("train", [[0, 2], [-1, -1], [0], [-1]]), ("mask", [[0, 2], [-1, -1], [0], [-1]])])
+def test_samples_cut_off_by_their_length_count_in_the_groups_statistics(truncated: str, expected: list[list[float]]) -> None:
+    # Mean of 4, 1, 2, 1 is 2. Whether they have a loss is the trainer's concern.
+    assert judged([4, 1, 2, 1], MASKS, cut_off=(0,), name="dr_grpo", truncated_samples=truncated) == expected
+
+
+def test_samples_cut_off_by_their_length_are_left_out_of_the_groups_statistics() -> None:
+    settings = {"truncated_samples": "leave_out"}
+    assert judged([4, 1, 3, 2], MASKS, cut_off=(0,), name="dr_grpo", **settings) == [[0, 0], [-1, -1], [1], [0]]
+    assert judged([4, 1, 3, 2], MASKS, cut_off=(1, 0), name="rloo", **settings) == [[0, 0], [0, 0], [1], [-1]]
+    assert judged([4, 1, 3, 2], MASKS, cut_off=(1, 0, 3), name="rloo", **settings) == [[0, 0], [0, 0], [0], [0]]  # no other to compare with
+    assert judged([4, 1, 3, 2], MASKS, cut_off=(0, 1, 2, 3), name="dr_grpo", **settings) == [[0, 0], [0, 0], [0], [0]]
+    assert judged([4, 1, 3, 2], MASKS, name="dr_grpo", **settings) == judged([4, 1, 3, 2], MASKS, name="dr_grpo")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from relax_events.algorithms.judging import Judge
-from relax_events.events.parts import Outcome
+from relax_events.events.parts import FinishReason, Outcome
 from relax_events.events.types import SampleReady
 from relax_events.pipeline.join import JoinedGroup
 from workers.advantage import AdvantageLoop, needed_evaluators
@@ -41,12 +41,15 @@ def finish(
     ref: np.ndarray | None = None,
     taught: dict[str, np.ndarray] | None = None,
     topk_ids: np.ndarray | None = None,
+    cut_off: tuple[int, ...] = (),
 ) -> Sent:
     """Let the role finish a prompt group of samples with two loss tokens each."""
     group = JoinedGroup(GROUP, 0, 0)
     for index, reward in enumerate(rewards):
         sample = event_samples.rolled_out(GROUP, index, of=len(rewards), topk_ids=topk_ids)
         parts = components[index] if components else {}
+        if index in cut_off:
+            sample = dataclasses.replace(sample, finish_reason=FinishReason.LENGTH)
         group.samples[sample.sample_id] = sample
         group.scores[sample.sample_id] = dataclasses.replace(event_samples.scored(GROUP, index, reward=reward), components=parts)
         if ref is not None:
@@ -108,3 +111,19 @@ def test_kl_is_taken_off_the_reward_token_by_token(make_run_config: Any) -> None
     assert sent.ready[0].advantages.tolist() == pytest.approx([0, 0, 1 - 0.75, 1 - 0.25])
     assert sent.ready[1].reward == 2.0
     assert sent.ready[0].ref_logprobs is not None
+
+
+@pytest.mark.parametrize("truncated", ["mask", "leave_out"])
+def test_prompt_group_of_samples_cut_off_by_their_length_is_filtered(make_run_config: Any, truncated: str) -> None:
+    sent = finish(make_run_config(algorithm={"truncated_samples": truncated}), [1.0, 2.0], cut_off=(0, 1))
+    assert (sent.ready, sent.ended) == ([], [(GROUP, Outcome.FILTERED, "all samples were cut off by their length")])
+    assert len(finish(make_run_config(), [1.0, 2.0], cut_off=(0, 1)).ready) == 2
+
+
+def test_equal_rewards_are_those_that_count(make_run_config: Any) -> None:
+    settings = {"filter_uniform_rewards": True, "normalise_std": False}
+    left_out = finish(make_run_config(algorithm=settings | {"truncated_samples": "leave_out"}), [1.0, 1.0, 3.0], cut_off=(2,))
+    assert [reason for _, _, reason in left_out.ended] == ["all rewards are equal"]
+    masked = finish(make_run_config(algorithm=settings | {"truncated_samples": "mask"}), [1.0, 1.0, 4.0], cut_off=(2,))
+    assert [sample.advantages.tolist() for sample in masked.ready] == [[0, 0, -1, -1], [0, 0, -1, -1], [0, 0, 2, 2]]
+    assert all(sample.loss_mask.any() for sample in masked.ready)  # the log keeps what the policy chose

@@ -10,6 +10,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from relax_events.errors import ConfigError, PoisonSample, RunFailed, StepNotFinite, WeightsError
+from relax_events.events.parts import FinishReason
 from relax_events.training.protocol import TrainerState
 from relax_events.training.ranks import SingleRank
 from relax_events.training.torch_backend import TorchBackend
@@ -138,6 +139,20 @@ def test_deviation_of_the_steps_rewards_divides_every_micro_batchs_advantages():
     figures, expected = mine.step(), other.step()
     assert figures.loss == pytest.approx(expected.loss, rel=1e-5)
     assert figures.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sample_mean"])
+@pytest.mark.parametrize("truncated", ["mask", "leave_out"])
+def test_samples_cut_off_by_their_length_have_no_part_in_the_step(truncated, aggregation):
+    cut_off = [changed(sample, finish_reason=FinishReason.LENGTH) for sample in SAMPLES[:4]]
+    mine = backend(algorithm={"truncated_samples": truncated, "aggregation": aggregation})
+    other, trained = (backend(algorithm={"aggregation": aggregation}) for _ in range(2))
+    mine.accumulate([*cut_off, *SAMPLES[4:]])
+    other.accumulate(SAMPLES[4:])
+    trained.accumulate([*cut_off, *SAMPLES[4:]])
+    figures, expected = mine.step(), other.step()
+    assert (figures.loss, figures.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-9)
+    assert trained.step().grad_norm != pytest.approx(expected.grad_norm, rel=1e-3)
 
 
 def test_step_that_failed_leaves_nothing_of_a_held_step():

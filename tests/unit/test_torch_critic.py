@@ -10,6 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
 
 from relax_events.errors import PoisonSample, RunFailed, WeightsError
+from relax_events.events.parts import FinishReason
 from relax_events.training.protocol import TrainerState
 from relax_events.training.torch_critic import TorchCritic, explained_variance
 from tests.unit.trainer_samples import changed, make_samples, run_config, tiny_model
@@ -101,6 +102,15 @@ def test_steps_equal_a_padded_implementation(value_clip):
 
 def test_values_are_zero_before_the_first_step():
     assert not any(values.any() for values in critic().score(SAMPLES))
+
+
+def test_samples_cut_off_by_their_length_teach_the_critic_nothing_where_they_are_masked():
+    samples = with_values(make_samples(6))
+    cut_off = [changed(sample, finish_reason=FinishReason.LENGTH) for sample in samples[:2]]
+    masking, plain = critic(algorithm={"name": "ppo", "truncated_samples": "mask"}), critic(algorithm={"name": "ppo"})
+    figures, expected = train(masking, [[*cut_off, *samples[2:]]]), train(plain, [samples[2:]])
+    assert (figures.value_loss, figures.value_grad_norm) == pytest.approx((expected.value_loss, expected.value_grad_norm), rel=1e-9)
+    assert train(critic(algorithm={"name": "ppo"}), [samples]).value_loss != pytest.approx(expected.value_loss, rel=1e-3)
 
 
 def test_step_does_not_depend_on_how_it_was_cut():
