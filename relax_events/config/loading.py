@@ -19,6 +19,8 @@ from relax_events.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "RELAX_"
 DATA_SUFFIXES = (".jsonl", ".parquet", ".arrow")
+MAX_DEPTH = 64
+"""Of sections and lists within each other; those of a run file are some six deep."""
 HOUSE_FORM = {
     "Input should be": "must be",
     "String should match pattern": "must match",
@@ -57,6 +59,7 @@ def load_run_config(path: Path, overrides: Iterable[str] = (), environment: Mapp
         if not separator or "." not in key:
             raise ConfigError(f"override {shown(override)!r} is not of the form section.key=value; for example run.seed=1")
         _place(tree, key.strip().split("."), value.strip(), override)
+    _require_shallow(tree, path)
     _refuse_secrets(tree)
     refuse_logins(tree)
     try:
@@ -81,6 +84,16 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"run file {path} must hold sections, got a {type(tree).__name__}; for example configs/quickstart.toml")
     return tree
+
+
+def _require_shallow(tree: Mapping[str, Any], path: Path) -> None:
+    """Refuse sections within sections without end: whatever looks through them afterwards goes down into each."""
+    level: list[Any] = [tree]
+    for _ in range(MAX_DEPTH):
+        inner = [list(value.values() if isinstance(value, dict) else value) for value in level if isinstance(value, dict | list)]
+        level = [value for values in inner for value in values]
+    if level:
+        raise ConfigError(f"{path}, an argument or a variable has sections and lists more than {MAX_DEPTH} deep; write the key of one section")
 
 
 def _refuse_secrets(tree: Mapping[str, Any]) -> None:

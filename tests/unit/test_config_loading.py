@@ -198,6 +198,16 @@ def test_directory_in_place_of_a_file_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("deep", ["run" + ".a" * 5000 + "=1", "broker.client" + ".a" * 5000 + "=1", "reward.options=" + "[" * 80 + "]" * 80])
+def test_settings_that_are_nested_without_end_are_refused(run_file: Path, deep: str) -> None:
+    with pytest.raises(ConfigError, match="has sections and lists more than 64 deep"):
+        load_run_config(run_file, [deep])
+    key, _, value = deep.partition("=")
+    run_file.write_text(f"{key} = {value}\n")
+    with pytest.raises(ConfigError, match=r"more than 64 deep|is not TOML"):
+        load_run_config(run_file)
+
+
 def test_configuration_is_frozen(run_file: Path) -> None:
     with pytest.raises(ValueError, match="frozen"):
         load(run_file).run.seed = 2  # type: ignore[misc]
