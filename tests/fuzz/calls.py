@@ -92,7 +92,7 @@ def stream(data: bytes) -> None:
 async def _events(chunks: Any) -> list[bytes]:
     from relax_events.engines.sglang.client import _server_sent
 
-    return [event async for event in _server_sent(aiter(chunks))]
+    return [event async for event in _server_sent(aiter(chunks), what="stream", max_bytes=2**20)]
 
 
 def alert(data: bytes) -> None:

@@ -6,6 +6,7 @@ import re
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,11 @@ class ModelFolder:
         of_all_layers = np.zeros((len(chosen), self.num_layers, self.experts.top_k), "<i4")
         of_all_layers[:, self.expert_layers] = chosen
         return b64encode(of_all_layers.data).decode()
+
+    @property
+    def told_expert_bytes(self) -> int:
+        """What a token takes at most in what a server tells of the experts; 0 where they are not recorded."""
+        return 0 if self.experts is None else 4 * ceil(np.dtype("<i4").itemsize * self.num_layers * self.experts.top_k / 3)
 
     def tensors(self) -> dict[str, Tensor]:
         """Load the folder's own weights, by the names of `shapes`."""

@@ -20,7 +20,11 @@ CONNECT_SECONDS = 10.0
 CONTROL_SECONDS = 30.0
 """Of a call that touches no weights."""
 NOT_FOUND = 404
-END_OF_STREAM = b"[DONE]"
+END_OF_EVENT, END_OF_STREAM = b"\n\n", b"[DONE]"
+EVENT_BYTES, TOKEN_BYTES, TOP_TOKEN_BYTES = 1024**2, 1024, 128
+"""The most that an event has: besides its tokens, with each token (id, log-probability, version, text), and with each of the most probable ones."""
+SHOWN_BYTES = 500
+"""Of an answer that is an error."""
 PauseMode = Literal["retract", "in_place"]
 
 
@@ -133,19 +137,20 @@ class SGLangClient:
         start = min(prompt["num_routed"] for prompt in prompts)  # one for the whole request
         if self.records_experts:
             body |= {"return_routed_experts": True, "routed_experts_start_len": start}
+        what = f"POST {self.url}/generate"
         async with AsyncExitStack() as stack:
             timeout = self._http.Timeout(None, connect=CONNECT_SECONDS)  # what comes too slowly is noticed by whoever waits for all of it
             try:
                 opened = self._client.stream("POST", "/generate", content=orjson.dumps(body), headers=JSON, timeout=timeout)
                 response = await stack.enter_async_context(opened)
                 if response.is_server_error:
-                    raise ServerGone(f"POST {self.url}/generate: status {response.status_code}")
+                    raise ServerGone(f"{what}: status {response.status_code}")
                 if response.is_error:
-                    raise ServerRefused(f"POST {self.url}/generate: status {response.status_code}: {(await response.aread())[:500]!r}")
-                async for data in _server_sent(response.aiter_bytes()):
+                    raise ServerRefused(f"{what}: status {response.status_code}: {await _beginning(response.aiter_bytes())!r}")
+                async for data in _server_sent(response.aiter_bytes(), what=what, max_bytes=self._max_event_bytes(prompts, num_top=num_top)):
                     yield self._checked(orjson.loads(data), experts_start=start)
             except (self._http.RequestError, self._http.StreamError) as error:
-                raise ServerGone(f"POST {self.url}/generate: {type(error).__name__}: {error}") from error
+                raise ServerGone(f"{what}: {type(error).__name__}: {error}") from error
 
     async def abort(self, rid: str) -> None:
         """End a request before its time; its last answer brings what it has. An unknown one is passed over."""
@@ -188,6 +193,13 @@ class SGLangClient:
         found: dict[str, Any] = response.json() if response.content else {}
         return found
 
+    def _max_event_bytes(self, prompts: Sequence[dict[str, Any]], *, num_top: int) -> int:
+        """Return the most bytes that an event can have: that of the longest prompt, if all its tokens came at once."""
+        num_new = max(prompt["max_new_tokens"] for prompt in prompts)
+        num_tokens = max(len(prompt["input_ids"]) + prompt["max_new_tokens"] for prompt in prompts)
+        most: int = EVENT_BYTES + num_new * (TOKEN_BYTES + num_top * TOP_TOKEN_BYTES) + num_tokens * self._model.told_expert_bytes
+        return most
+
     def _checked(self, event: dict[str, Any], *, experts_start: int) -> dict[str, Any]:
         """Return what came for a prompt; the experts as an array, with the number of the first token that they are of."""
         if "error" in event:
@@ -201,12 +213,43 @@ class SGLangClient:
 JSON = {"Content-Type": "application/json"}
 
 
-async def _server_sent(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Give the data of each event of a stream."""
-    rest = b""
+async def _server_sent(chunks: AsyncIterator[bytes], *, what: str, max_bytes: int) -> AsyncIterator[bytes]:
+    """Give the data of each event of a stream. Each byte is searched once and copied as often as any other, in however many pieces an event comes.
+
+    Args:
+        chunks: As they come.
+        what: The request, for errors.
+        max_bytes: That an event may have.
+    Raises:
+        ServerRefused: One has more.
+    """
+    begun = bytearray()
+    """What has come of an event that has not ended."""
     async for chunk in chunks:
-        *events, rest = (rest + chunk).split(b"\n\n")
-        for event in events:
-            data = event.removeprefix(b"data: ")
+        searched = max(0, len(begun) - 1)  # the end may be cut in two
+        begun += chunk
+        start = 0
+        while (end := begun.find(END_OF_EVENT, max(start, searched))) >= 0:
+            _require_fits(end - start, max_bytes, what)
+            data = bytes(begun[start:end]).removeprefix(b"data: ")
+            start = end + len(END_OF_EVENT)
             if data and data != END_OF_STREAM:
                 yield data
+        del begun[:start]
+        _require_fits(len(begun), max_bytes, what)
+
+
+def _require_fits(num_bytes: int, max_bytes: int, what: str) -> None:
+    if num_bytes > max_bytes:
+        most = f"the tokens that were asked for take at most {max_bytes}"
+        raise ServerRefused(f"{what}: an event of the answer has {num_bytes} bytes or more, and {most}; is it an SGLang server of {SUPPORTED[-1]}?")
+
+
+async def _beginning(chunks: AsyncIterator[bytes]) -> bytes:
+    """Return the first bytes of an answer, for an error."""
+    begun = b""
+    async for chunk in chunks:
+        begun += chunk
+        if len(begun) >= SHOWN_BYTES:
+            break
+    return begun[:SHOWN_BYTES]
