@@ -27,6 +27,9 @@ sys.stdin.read()
 """
 """Joins a group at four partitions and says so: for `other_process`, with bootstrap servers, client id, group and topic."""
 
+LOG_APART = "import sys, structlog\nstructlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))\n"
+"""Before the code of another process: what it logs is none of the lines that it prints."""
+
 
 def fill(producer: RecordProducer, topic: str, values: list[bytes], *, partition: int = 0) -> None:
     """Write values, in order, to one partition."""
@@ -55,7 +58,7 @@ def turn_until(condition: Callable[[], bool], *turns: Callable[[], object]) -> N
 @contextmanager
 def other_process(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Run Python code in another process, whose output can be read line by line; it is killed (as a crash would) at the end."""
-    command = [sys.executable, "-u", "-c", textwrap.dedent(code), *arguments]
+    command = [sys.executable, "-u", "-c", LOG_APART + textwrap.dedent(code), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         yield process

@@ -27,6 +27,7 @@ UNAVAILABLE = {
     KafkaError._TIMED_OUT,
     KafkaError._MSG_TIMED_OUT,
     KafkaError._RESOLVE,
+    KafkaError._DESTROY_BROKER,  # the client gave up its handle of an address that the brokers no longer name, and has another
     KafkaError.REQUEST_TIMED_OUT,
     KafkaError.COORDINATOR_NOT_AVAILABLE,
     KafkaError.NOT_COORDINATOR,

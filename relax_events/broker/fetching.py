@@ -33,7 +33,7 @@ READER_SETTINGS: dict[str, Any] = {
 }
 LEADER_CHANGE_SECONDS = 0.05
 HAND_OVER_SECONDS = 2.5  # of one request, and of all work in a revoke callback: sessions last 3 s at the least
-BEHIND = {KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNOWN_TOPIC, KafkaError._DESTROY_BROKER}
+BEHIND = {KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNOWN_TOPIC}
 TRANSIENT = {
     KafkaError._ALL_BROKERS_DOWN,
     KafkaError._TRANSPORT,

@@ -23,6 +23,7 @@ from relax_events.errors import AccessDenied, BrokerError, BrokerRefused, Broker
         (KafkaError.MSG_SIZE_TOO_LARGE, BrokerRefused),
         (KafkaError._ALL_BROKERS_DOWN, BrokerUnavailable),
         (KafkaError._MSG_TIMED_OUT, BrokerUnavailable),
+        (KafkaError._DESTROY_BROKER, BrokerUnavailable),
         (KafkaError.INVALID_TIMESTAMP, BrokerError),
     ],
 )
