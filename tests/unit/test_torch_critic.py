@@ -26,9 +26,10 @@ SAMPLES = with_values(make_samples(7, seed=1))
 PARTS = [[SAMPLES], [SAMPLES[:3], SAMPLES[3:4], SAMPLES[4:]], [[sample] for sample in SAMPLES]]
 
 
-def critic(dtype=torch.float64, **section):
+def critic(dtype=torch.float64, algorithm=None, **section):
     tree = run_config(trainer={"max_grad_norm": 0.5, "weight_decay": 0.01}).model_dump()
-    return TorchCritic(small_run(tree | {"critic": {"learning_rate": 1e-2} | section}), dtype=dtype)
+    named = {"algorithm": algorithm} if algorithm else {}
+    return TorchCritic(small_run(tree | named | {"critic": {"learning_rate": 1e-2} | section}), dtype=dtype)
 
 
 def train(mine, parts, steps=1):
