@@ -45,6 +45,8 @@ Where implementations differ, this is what is done here, and by whom otherwise.
 | Deviation of a batch, group mean (`whiten_advantages = "rewards"`) | of the rewards as scored, n - 1. The batch is the train step: all samples with loss tokens, over all micro-batches and ranks; prompt groups that were filtered, failed or expired are not among them. Equal rewards leave advantages as they are | TRL's `scale_rewards = "batch"` the same, over the batch that was generated, and 1e-4 is added |
 | Deviation of a batch, of centred rewards (`"tokens"`, `"samples"`) | n, over the step's loss tokens, each counted, or its samples; 1e-8 is added. The mean is taken off again | REINFORCE++ as `"tokens"`; TRL's RLOO `normalize_advantages` as `"samples"`, n - 1 |
 | Samples cut off by their length | trained (`truncated_samples = "train"`); `mask` takes their loss, `leave_out` their reward in the prompt group's statistics besides. They count in no mean of the loss. A prompt group of them alone is filtered, and another issued | DAPO's overlong filtering and TRL's `mask_truncated_completions` as `mask`; TRL counts them in the mean over samples |
+| Value behind a sample that was cut off | 0; with `bootstrap_truncated` the critic's value at its last loss token, since none is recorded behind it | verl and OpenRLHF 0; Stable-Baselines3 the value of the state behind |
+| Masked tokens between turns, in GAE and discounted returns | passed over: the next loss token follows | verl's `compute_gae_advantage_return` the same; its REINFORCE++ starts again from 0 behind each masked token |
 | Deviation beside a leave-one-out mean | of the whole prompt group | AReaL the same; NeMo-RL leaves the sample out of it, too |
 """
 HEADERS = f"""## Headers

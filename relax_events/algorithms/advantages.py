@@ -72,14 +72,6 @@ def centred(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
     return centred_and_scaled(rewards, normalise_std=False)
 
 
-def as_rewarded(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
-    """Give the rewards as they are (REINFORCE++): the baseline is the step's mean.
-
-    Source: REINFORCE++ (arXiv 2501.03262).
-    """
-    return rewards.total.copy()
-
-
 def regardless_of_rewards(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
     """Give zeros, whatever the rewards are: what teaches is something else, such as a teacher."""
     return np.zeros_like(rewards.total)

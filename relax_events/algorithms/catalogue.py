@@ -205,13 +205,17 @@ MAXRL = AlgorithmSpec(
 REINFORCE_PLUS_PLUS = AlgorithmSpec(
     name="reinforce_plus_plus",
     summary="Rewards as they are, less the KL of the tokens to come, normalised over the whole step; PPO's clipped ratio.",
-    formula="G_t = R - kl_coefficient * sum over u >= t of KL_u\nA_t = (G_t - mean) / (std + 1e-8) over all tokens of the step\n"
+    formula="G_t = sum over u >= t of gamma^(u - t) r_u,  r_u = -kl_coefficient KL_u, and R besides at the sample's last loss token\n"
+    "A_t = (G_t - mean) / (std + 1e-8) over all tokens of the step\n"
     f"{CLIPPED}, with A_t\nL = mean over the step's tokens",
     source="REINFORCE++ (arXiv 2501.03262), for any number of samples of a prompt.",
-    advantage=f"{ADVANTAGES}:as_rewarded",
+    advantage="relax_events.algorithms.gae:discounted_returns",
+    advantage_settings=("gamma",),
+    by_token=True,
     policy_loss=f"{LOSSES}:clipped",
     loss_settings=CLIP,
     settings={
+        "gamma": 1.0,
         "clip_low": 0.2,
         "clip_high": 0.2,
         "dual_clip": 0.0,
@@ -244,12 +248,14 @@ PPO = AlgorithmSpec(
     source="PPO (arXiv 1707.06347), equations 7 and 11; GAE (arXiv 1506.02438); gamma, gae_lambda, whitening, value clipping: "
     "the N+ implementation details of RLHF with PPO (arXiv 2403.17031).",
     advantage="relax_events.algorithms.gae:generalised_advantages",
-    advantage_settings=("gamma", "gae_lambda"),
+    advantage_settings=("gamma", "gae_lambda", "bootstrap_truncated", "length_adaptive_alpha"),
     policy_loss=f"{LOSSES}:clipped",
     loss_settings=CLIP,
     settings={
         "gamma": 1.0,
         "gae_lambda": 0.95,
+        "length_adaptive_alpha": 0.0,
+        "bootstrap_truncated": False,
         "clip_low": 0.2,
         "clip_high": 0.2,
         "dual_clip": 0.0,
@@ -259,7 +265,9 @@ PPO = AlgorithmSpec(
     },
     reward_kl="token",
     notes="The critic's own settings stand in `[critic]`. For the KL in the reward the last of these papers takes `kl_coefficient = 0.05`. "
-    "A sample that was cut off by its length ends like any other: nothing is put in the place of what might have come.",
+    "A sample that was cut off by its length ends like any other, unless `bootstrap_truncated` puts the value at its last loss token in the "
+    "place of what might have come. VAPO (arXiv 2504.05118) has `critic_gae_lambda = 1`, `length_adaptive_alpha = 0.05` and `clip_high = 0.28`; "
+    "its loss on right answers besides is not built.",
 )
 
 GDPO = AlgorithmSpec(

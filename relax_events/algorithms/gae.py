@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Bool, Float64, Int64
+
+from relax_events.errors import RewardError
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,34 +16,65 @@ class GroupValues:
 
     Attributes:
         rewards: The sample's reward at its last loss token, less the KL in the reward where a token has one.
-        values: Of the critic: what it expects to come from here on, before it sees the token.
+        values: Of the critic: what it expects to come from here on, before it sees the token. Zeros where there is no critic.
+        lengths: Loss tokens of each sample.
+        is_truncated: Whether a sample was cut off by its length.
     """
 
     rewards: Float64[np.ndarray, "samples tokens"]
     values: Float64[np.ndarray, "samples tokens"]
+    lengths: Int64[np.ndarray, " samples"] | None = None
+    is_truncated: Bool[np.ndarray, " samples"] | None = None
 
 
-def generalised_advantages(group: GroupValues, *, gamma: float, gae_lambda: float) -> Float64[np.ndarray, "samples tokens"]:
+def discounted_returns(group: GroupValues, *, gamma: float) -> Float64[np.ndarray, "samples tokens"]:
+    """Sum the rewards from each loss token on, each discounted by gamma for a loss token that it lies ahead (REINFORCE++).
+
+    Source: REINFORCE++ (arXiv 2501.03262), token-level returns with the KL in the reward; gamma as in OpenRLHF and verl.
+    """
+    return discounted_sums(group.rewards, factor=gamma)
+
+
+def generalised_advantages(
+    group: GroupValues, *, gamma: float, gae_lambda: float, bootstrap_truncated: bool = False, length_adaptive_alpha: float = 0.0
+) -> Float64[np.ndarray, "samples tokens"]:
     """Sum the errors of the critic from each token on, each discounted by gamma * gae_lambda for a token that it lies ahead (GAE).
 
-    The error at a token is reward + gamma * next value - value. Behind a sample's last loss token nothing comes, also where it was cut
-    off by its length: no value is put in the place of what it might have become.
+    The error at a token is reward + gamma * next value - value. Behind a sample's last loss token nothing comes.
 
     Args:
-        group: See `GroupValues`.
+        group: See `GroupValues`; the last two settings need its lengths.
         gamma: Discount of rewards, 0 to 1.
         gae_lambda: Discount of the critic's errors besides, 0 to 1.
+        bootstrap_truncated: Take the value at the last loss token for what comes behind it, where a sample was cut off by its length.
+            The value behind it is recorded nowhere.
+        length_adaptive_alpha: Above 0, lambda is 1 - 1 / (alpha * loss tokens) of each sample, at least 0, in place of gae_lambda.
     Returns:
         Advantages, 0 behind a sample's last loss token.
-    Source: Generalized advantage estimation (arXiv 1506.02438), equations 11 and 16.
+    Source: Generalized advantage estimation (arXiv 1506.02438), equations 11 and 16; lambda by length: VAPO (arXiv 2504.05118), section 4.2.
     """
     following = np.zeros_like(group.values)
     following[:, :-1] = group.values[:, 1:]
+    if bootstrap_truncated and group.is_truncated is not None:
+        lengths = _lengths(group)
+        rows = np.flatnonzero(group.is_truncated & (lengths > 0))
+        following[rows, lengths[rows] - 1] = group.values[rows, lengths[rows] - 1]
     errors = group.rewards + gamma * following - group.values
-    return discounted_sums(errors, factor=gamma * gae_lambda)
+    if not length_adaptive_alpha:
+        return discounted_sums(errors, factor=gamma * gae_lambda)
+    lambdas = np.maximum(0.0, 1 - 1 / (length_adaptive_alpha * np.maximum(_lengths(group), 1)))
+    return discounted_sums(errors, factor=gamma * lambdas[:, None])
 
 
-def discounted_sums(values: Float64[np.ndarray, "rows tokens"], *, factor: float) -> Float64[np.ndarray, "rows tokens"]:
+def _lengths(group: GroupValues) -> Int64[np.ndarray, " samples"]:
+    if group.lengths is None:
+        raise RewardError("bootstrap_truncated and length_adaptive_alpha need the number of loss tokens of each sample, got none")
+    return group.lengths
+
+
+def discounted_sums(
+    values: Float64[np.ndarray, "rows tokens"], *, factor: float | Float64[np.ndarray, "rows 1"]
+) -> Float64[np.ndarray, "rows tokens"]:
     """Give at each place the sum over it and all that follow in its row, each times factor to the power of its distance.
 
     Every pass doubles how far the sums reach, so there are log2(tokens) of them, and no division that could overflow. What stands in other
@@ -49,7 +82,7 @@ def discounted_sums(values: Float64[np.ndarray, "rows tokens"], *, factor: float
 
     Args:
         values: In rows.
-        factor: 0 to 1.
+        factor: 0 to 1; one for all rows, or one for each.
     """
     sums, reach = values.copy(), 1
     while reach < values.shape[1]:

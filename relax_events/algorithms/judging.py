@@ -80,8 +80,8 @@ class Judge:
         if self._spec.reward_kl == "sequence":
             rewards -= np.array([penalty.sum() for penalty in penalties] or 0.0)
             penalties = []
-        if self._algorithm.needs_critic:
-            return self._by_token(samples, masks, rewards, penalties)
+        if self._algorithm.needs_critic or self._spec.by_token:
+            return self._less_teacher(self._by_token(samples, masks, rewards, penalties), samples, masks)
         lengths, keywords = np.array([mask.sum() for mask in masks], np.float64), self._algorithm.keywords(self._spec.advantage_settings)
         given = self._advantage(GroupRewards(rewards, _components(samples), lengths, num_left_out), **keywords)
         scalars = _checked(given, num_samples=len(samples), name=self._algorithm.name)
@@ -89,6 +89,12 @@ class Judge:
         for index, penalty in enumerate(penalties):
             returns = scalars[index] - np.cumsum(penalty[::-1])[::-1]
             advantages[index] = np.where(masks[index], returns, 0.0).astype(np.float32)
+        return self._less_teacher(advantages, samples, masks)
+
+    def _less_teacher(
+        self, advantages: list[NDArray[np.float32]], samples: Sequence[RewardedSample], masks: Sequence[NDArray[np.bool_]]
+    ) -> list[NDArray[np.float32]]:
+        """Take off each token's advantage what the teacher thinks of it, where the algorithm does."""
         if not self._algorithm.has_distill_advantage:
             return advantages
         penalised = zip(advantages, samples, masks, strict=True)
@@ -102,11 +108,13 @@ class Judge:
         penalties: Sequence[Float64[np.ndarray, " tokens"]],
     ) -> list[NDArray[np.float32]]:
         """Lay the loss tokens of the samples into rows, and have the algorithm judge each of them."""
-        shape = len(samples), max(int(mask.sum()) for mask in masks)
-        group = GroupValues(np.zeros(shape), np.zeros(shape))
+        lengths = np.array([mask.sum() for mask in masks], np.int64)
+        shape = len(samples), int(lengths.max())
+        group = GroupValues(np.zeros(shape), np.zeros(shape), lengths, np.array([sample.is_truncated for sample in samples]))
         for row, (sample, mask) in enumerate(zip(samples, masks, strict=True)):
             length = int(mask.sum())
-            group.values[row, :length] = _values(sample)[mask]
+            if self._algorithm.needs_critic:
+                group.values[row, :length] = _values(sample)[mask]
             if penalties:
                 group.rewards[row, :length] = -penalties[row][mask]
             if length:

@@ -15,7 +15,7 @@ from relax_events.errors import ConfigError
 
 NOT_SHARED = (
     "normalise_std", "reward_weights", "clip_low", "clip_high", "dual_clip", "gate_positive", "gate_negative", "gamma", "gae_lambda",
-    "beta", "label_smoothing", "length_normalised", "nll_coefficient", "trust_radius", "ratio_cap",
+    "length_adaptive_alpha", "bootstrap_truncated", "beta", "label_smoothing", "length_normalised", "nll_coefficient", "trust_radius", "ratio_cap",
 )  # fmt: skip
 """Settings that only some algorithms have; those of the others are null."""
 CORRECTION_RANGES = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mask": (0.5, 2.0)}
@@ -67,6 +67,12 @@ class AlgorithmConfig(Section):
     """By how much a reward counts less for each token that it lies ahead."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
     """Between the critic's word alone (0) and the rewards to come alone (1); the critic role is needed where an algorithm has this."""
+    critic_gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
+    """The same for the returns that the critic learns; `gae_lambda` when left out. VAPO takes 1."""
+    length_adaptive_alpha: NonNegative | None = None
+    """Above 0, the policy's lambda is 1 - 1 / (length_adaptive_alpha * loss tokens of the sample) in place of `gae_lambda`; VAPO takes 0.05."""
+    bootstrap_truncated: bool | None = None
+    """Where a sample was cut off by its length, take the critic's value at its last loss token for what would have come, in place of 0."""
     beta: Positive | None = None
     """How much a log-probability against the reference model's is worth as a reward; higher stays nearer to the reference."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = None
@@ -175,6 +181,8 @@ class AlgorithmConfig(Section):
         self._check_rejection()
         if self.dual_clip is not None and 0 < self.dual_clip <= 1:
             raise ValueError(f"dual_clip must be above 1, or 0 for none, got {self.dual_clip}; the paper takes 3")
+        if self.critic_gae_lambda is not None and not self.needs_critic:
+            raise ValueError(f"critic_gae_lambda = {self.critic_gae_lambda} is not used by {self.name}, which has no critic; leave it out")
         if self.needs_critic and self.has_distill_advantage:
             rule = "distill_placement = 'advantage' would make the critic learn the teacher's judgement as if it were reward"
             raise ValueError(f"{rule}; set distill_placement = 'loss' with {self.name}")
@@ -283,6 +291,14 @@ class AlgorithmConfig(Section):
     def needs_critic(self) -> bool:
         """Whether advantages are computed from a critic's values, token by token."""
         return self.gae_lambda is not None
+
+    @property
+    def of_critic(self) -> AlgorithmConfig | None:
+        """What the critic's returns are computed by, where it differs from what the policy's advantages are."""
+        own = self.gae_lambda if self.critic_gae_lambda is None else self.critic_gae_lambda
+        if own == self.gae_lambda and not self.length_adaptive_alpha:
+            return None
+        return self.model_copy(update={"gae_lambda": own, "length_adaptive_alpha": 0.0 if self.length_adaptive_alpha else self.length_adaptive_alpha})
 
     @property
     def distills(self) -> bool:

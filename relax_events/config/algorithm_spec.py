@@ -50,6 +50,7 @@ class AlgorithmSpec:
         excluded: Settings that every algorithm has but this one, each with the reason.
         reward_kl: Where the KL estimate goes that a reward is lessened by: into the sample's one reward, or token by token, each token
             answering for those that follow it.
+        by_token: Whether `advantage` takes GroupValues and gives one for each token without a critic; its values are zeros then.
         components: Whether rewards must come in components.
         learns_from: `rewards` of samples that the policy generates; or what the data bring: one of the `answers` for each prompt, or `pairs`
             of a chosen and a rejected one. With those nothing is generated and nothing is rewarded.
@@ -71,6 +72,7 @@ class AlgorithmSpec:
     options: Mapping[str, float | int | bool | str] = field(default_factory=dict)
     excluded: Mapping[str, str] = field(default_factory=dict)
     reward_kl: Literal["sequence", "token"] = "sequence"
+    by_token: bool = False
     components: bool = False
     learns_from: LearnsFrom = "rewards"
     reference: bool = False

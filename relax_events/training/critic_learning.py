@@ -4,6 +4,9 @@
                                                                                                             │
     control.metrics.critic ◀── figures of the step             checkpoint in the object store, now and then ◀┘
 
+Where `algorithm.critic_gae_lambda` or `length_adaptive_alpha` gives the critic another lambda than the policy, the advantages that its returns are
+made of are computed anew, from the rewards, log-probabilities and values of the recorded samples.
+
 What it knows is a function of the log and of where it began, so nothing has to be committed: one that starts anew loads its newest
 checkpoint and learns from the later steps again, with the same bits on the CPU.
 """
@@ -36,6 +39,7 @@ from relax_events.training.pending_checkpoint import PendingCheckpoint
 from relax_events.training.protocol import Critic, ValueFigures
 from relax_events.training.ranks import SingleRank
 from relax_events.training.recorded_batches import RecordedBatch, RecordedBatches
+from relax_events.training.rejudging import Rejudging
 from relax_events.training.source_steps import SourceSteps
 from relax_events.training.token_sequence import plain
 
@@ -67,7 +71,9 @@ class CriticLearning:
         self._restore(store, digests)
         own = SourceRun(worker.config, worker.plan, worker.connection)
         first, last = critic.policy_version, worker.config.last_version
-        batches = RecordedBatches(worker, SingleRank())
+        own_returns = worker.config.algorithm.of_critic
+        judge = None if own_returns is None else Rejudging(own_returns, max_new_tokens=worker.config.engine.sampling.max_new_tokens)
+        batches = RecordedBatches(worker, SingleRank(), judge=judge)
         begin = begin if first in digests else 0
         self._steps = SourceSteps(
             own, batches, first=first, last=last, begin=begin, decode=lambda record: worker.codec.decode(record.value), remedy=REMEDY

@@ -127,6 +127,9 @@ def test_every_installed_algorithm_is_whole() -> None:
             {"whiten_advantages": "rewards"},
             "whiten_advantages = 'rewards' divides by the step's deviation in place of the prompt group's; set normalise_std = false",
         ),
+        ({"critic_gae_lambda": 1.0}, "critic_gae_lambda = 1.0 is not used by grpo, which has no critic; leave it out"),
+        ({"bootstrap_truncated": True}, "bootstrap_truncated = True is not used by grpo"),
+        ({"name": "ppo", "length_adaptive_alpha": -1.0}, "greater than or equal to 0"),
         ({"dual_clip": 0.5}, "dual_clip must be above 1, or 0 for none, got 0.5"),
         ({"name": "ppo", "distill_coefficient": 0.1, "distill_placement": "advantage"}, "set distill_placement = 'loss' with ppo"),
         ({"kl_unbiased": True, "kl_placement": "reward"}, "kl_unbiased = true mends the gradient of a KL estimate in the loss"),
@@ -266,6 +269,12 @@ def test_recorded_advantages_are_kept_unless_what_they_depend_on_differs() -> No
     assert needs_advantages(judged(), judged(overlong_ratio=0.1))
     assert needs_advantages(judged(name="rloo"), judged(name="rloo", kl_coefficient=0.1))
     assert needs_advantages(judged(name="ppo"), judged(name="ppo", gae_lambda=0.9))
+    assert needs_advantages(judged(name="ppo"), judged(name="ppo", length_adaptive_alpha=0.05))
+    assert needs_advantages(judged(name="ppo"), judged(name="ppo", bootstrap_truncated=True))
+    assert not needs_advantages(judged(name="ppo"), judged(name="ppo", critic_gae_lambda=1.0))
+    assert needs_advantages(judged(), judged(truncated_samples="leave_out"))
+    assert not needs_advantages(judged(), judged(truncated_samples="mask"))
+    assert needs_advantages(judged(name="reinforce_plus_plus"), judged(name="reinforce_plus_plus", gamma=0.9))
     assert needs_advantages(judged(name="opd"), judged(name="opd", distill_coefficient=0.5))
     assert needs_advantages(judged(name="opd"), judged(name="opd", distill_placement="loss"))
     assert not needs_advantages(judged(), judged(distill_coefficient=0.5))

@@ -6,12 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from event_samples import ready
 
 from relax_events.algorithms.gae import GroupValues, generalised_advantages
 from relax_events.algorithms.judging import Judge, RewardedSample
 from relax_events.config import AlgorithmConfig
 from relax_events.config.algorithm_spec import AlgorithmSpec
 from relax_events.errors import ConfigError, RewardError
+from relax_events.training.assembly import PlacedSample
+from relax_events.training.rejudging import Rejudging
 
 
 def sample(name: str, reward: float, mask: list[int], values: list[float] | None, **more: Any) -> RewardedSample:
@@ -79,3 +82,79 @@ def test_advantage_of_ones_own_must_judge_every_token(monkeypatch: pytest.Monkey
     monkeypatch.setattr("relax_events.config.algorithm.find_algorithm", lambda name: spec)
     with pytest.raises(ConfigError, match=r"its advantage must give finite numbers of shape \(1, 2\), one for each token, got shape \(1,\)"):
         Judge(AlgorithmConfig(name="mine"), max_new_tokens=8)([sample("a", 1.0, [0, 1, 1], [0.0, 0.0, 0.0])])
+
+
+def test_sample_cut_off_is_bootstrapped_with_the_value_at_its_last_token() -> None:
+    # Errors 0.5 * 0.25 - 0.5 = -0.375 and 1 + 0.5 * 0.25 - 0.25 = 0.875; lambda 0.5: A0 = -0.375 + 0.25 * 0.875.
+    given = [sample("a", 1.0, [0, 1, 1], [0.0, 0.5, 0.25], is_truncated=True), sample("b", 1.0, [0, 1, 1], [0.0, 0.5, 0.25])]
+    cut_off, ended = judged(given, gamma=0.5, gae_lambda=0.5, bootstrap_truncated=True)
+    assert (cut_off, ended) == ([0.0, -0.15625, 0.875], [0.0, -0.1875, 0.75])
+    assert judged(given, gamma=0.5, gae_lambda=0.5) == [ended, ended]
+    empty = sample("c", 1.0, [0, 0], [0.0, 0.0], is_truncated=True)
+    assert judged([*given, empty], bootstrap_truncated=True)[2] == [0.0, 0.0]
+    group = GroupValues(np.zeros((1, 2)), np.zeros((1, 2)), is_truncated=np.array([True]))
+    with pytest.raises(RewardError, match="need the number of loss tokens of each sample, got none"):
+        generalised_advantages(group, gamma=1.0, gae_lambda=1.0, bootstrap_truncated=True)
+
+
+def test_lambda_adapts_to_the_length_of_each_sample() -> None:
+    """alpha 0.5: a sample of 4 loss tokens has lambda 1 - 1 / 2 = 0.5, one of 2 has 0; the shorter has none below 0."""
+    generator = np.random.default_rng(5)
+    lengths, values = [4, 2, 1], generator.normal(size=(3, 4))
+    given = [sample(str(row), 1.0, [1] * length, values[row, :length].tolist()) for row, length in enumerate(lengths)]
+    adapted = judged(given, gamma=0.9, length_adaptive_alpha=0.5)
+    for row, own in enumerate([0.5, 0.0, 0.0]):
+        assert adapted[row] == judged([given[row]], gamma=0.9, gae_lambda=own)[0]
+        recorded = values[row, : lengths[row]].astype(np.float32).astype(float)
+        errors = np.append(np.zeros(lengths[row] - 1), 1.0) + 0.9 * np.append(recorded[1:], 0.0) - recorded
+        expected = [sum((0.9 * own) ** (u - t) * errors[u] for u in range(t, lengths[row])) for t in range(lengths[row])]
+        assert adapted[row] == pytest.approx(expected, rel=1e-6)
+
+
+def test_critic_learns_from_its_own_lambda_computed_from_the_recorded_samples() -> None:
+    """With lambda 1 and gamma 1 its returns are what came: the reward, at every loss token, whatever the values are."""
+    values = np.array([0.0, 0.5, 0.25], np.float32)
+    recorded = ready(tokens=np.array([1, 2, 3], np.int32), loss_mask=np.array([0, 1, 1], np.uint8), values=values, reward=2.0,
+                     rollout_logprobs=np.zeros(3, np.float32), advantages=np.array([0, 9, 9], np.float32))  # fmt: skip
+    algorithm = AlgorithmConfig.model_validate({"name": "ppo", "critic_gae_lambda": 1.0, "length_adaptive_alpha": 0.05})
+    assert algorithm.of_critic is not None
+    [learned] = Rejudging(algorithm.of_critic, max_new_tokens=8)([PlacedSample(recorded, 0, 0)])
+    assert (learned.sample.advantages + values).tolist() == [0.0, 2.0, 2.0]
+
+
+def test_critic_has_the_policys_advantages_where_nothing_tells_them_apart() -> None:
+    assert AlgorithmConfig(name="ppo").of_critic is None
+    assert AlgorithmConfig().of_critic is None
+    assert AlgorithmConfig(name="ppo", critic_gae_lambda=0.95).of_critic is None
+    adaptive = AlgorithmConfig(name="ppo", length_adaptive_alpha=0.05).of_critic
+    assert adaptive is not None
+    assert (adaptive.gae_lambda, adaptive.length_adaptive_alpha) == (0.95, 0.0)
+
+
+@pytest.mark.parametrize(("gamma", "expected"), [(1.0, [4.0, 0.0, 4.0, 4.0]), (0.5, [1.0, 0.0, 2.0, 4.0])])
+def test_returns_are_discounted_for_each_loss_token_that_they_lie_ahead(gamma: float, expected: list[float]) -> None:
+    # The masked token between two turns is no step.
+    one = RewardedSample(sample_id="a", reward=4.0, loss_mask=np.array([1, 0, 1, 1], np.uint8), components={})
+    algorithm = AlgorithmConfig(name="reinforce_plus_plus", gamma=gamma)
+    assert Judge(algorithm, max_new_tokens=8)([one])[0].tolist() == expected
+
+
+def test_discounted_returns_with_kl_are_those_of_the_recursion() -> None:
+    generator = np.random.default_rng(6)
+    policy, reference = generator.normal(size=(2, 7)).astype(np.float32)
+    one = RewardedSample(
+        sample_id="a", reward=1.5, loss_mask=np.ones(7, np.uint8), components={}, policy_logprobs=policy, ref_logprobs=reference
+    )
+    algorithm = AlgorithmConfig(name="reinforce_plus_plus", gamma=0.8, kl_coefficient=0.1)
+    expected, ahead = [], 0.0
+    for index in reversed(range(7)):
+        ahead = -0.1 * (float(policy[index]) - float(reference[index])) + (1.5 if index == 6 else 0.0) + 0.8 * ahead
+        expected.append(ahead)
+    assert Judge(algorithm, max_new_tokens=8)([one])[0].tolist() == pytest.approx(expected[::-1], rel=1e-6)
+
+
+def test_teacher_is_taken_off_discounted_returns() -> None:
+    said = {"policy_logprobs": np.array([-1.0, -1.0], np.float32), "teacher_logprobs": np.array([-2.0, -0.5], np.float32)}
+    one = RewardedSample(sample_id="a", reward=1.0, loss_mask=np.ones(2, np.uint8), components={}, **said)
+    algorithm = AlgorithmConfig(name="reinforce_plus_plus", gamma=0.5, distill_coefficient=1.0, distill_placement="advantage")
+    assert Judge(algorithm, max_new_tokens=8)([one])[0].tolist() == [0.5 - 1.0, 1.0 + 0.5]

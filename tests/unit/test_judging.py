@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax_events.algorithms.advantages import GroupRewards, as_rewarded, centred, decoupled, leave_one_out
+from relax_events.algorithms.advantages import GroupRewards, centred, decoupled, leave_one_out
 from relax_events.algorithms.judging import Judge, RewardedSample, overlong_penalties
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import ConfigError, RewardError
@@ -41,7 +41,6 @@ def test_leave_one_out_takes_the_others_mean() -> None:
 
 def test_centred_and_raw_rewards() -> None:
     assert centred(GroupRewards(np.array([1.0, 2.0, 6.0]))).tolist() == [-2.0, -1.0, 3.0]
-    assert as_rewarded(GroupRewards(np.array([1.0, 2.0]))).tolist() == [1.0, 2.0]
 
 
 def test_components_are_normalised_apart_and_summed_by_weight() -> None:
