@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from run_events import train_step
 
 from relax_events.config import TrainerConfig
+from relax_events.training import critic_learning
+from relax_events.training.critic_learning import CriticLearning
 from workers import trainer
 from workers.trainer import TrainLoop
 
@@ -36,3 +40,32 @@ def test_ranks_go_by_the_clock_of_the_first(of_first: bool, monkeypatch: pytest.
     first, other = rank(0, begun=0.0 if of_first else 900.0), rank(1, begun=900.0 if of_first else 0.0)
     assert [TrainLoop._checkpoint_is_due(one, 7) for one in (first, other)] == [of_first, of_first]
     assert told == [bytes([of_first]), None]
+
+
+@pytest.mark.parametrize(
+    ("version", "now", "skipped", "is_pending", "is_begun"),
+    [
+        (51, 1899.0, 0, False, False),
+        (51, 1900.0, 0, False, True),
+        (50, 1001.0, 0, False, True),
+        (51, 1900.0, 1, False, False),  # the next one to start counts the skipped updates again
+        (51, 1900.0, 0, True, False),
+    ],
+)
+def test_critic_begins_a_checkpoint_by_steps_or_by_time(
+    monkeypatch: pytest.MonkeyPatch, version: int, now: float, skipped: int, is_pending: bool, is_begun: bool
+) -> None:
+    monkeypatch.setattr(critic_learning.time, "monotonic", lambda: now)
+    saved: list[dict[str, Any]] = []
+    earlier, fresh = SimpleNamespace(poll=lambda: None), SimpleNamespace(poll=lambda: None)
+    learning: Any = CriticLearning.__new__(CriticLearning)
+    learning._worker = SimpleNamespace(config=SimpleNamespace(trainer=TrainerConfig()), transfer=lambda _: nullcontext())
+    learning._critic = SimpleNamespace(state=lambda: "state")
+    learning._checkpoints = SimpleNamespace(save=lambda state, extra: saved.append({"state": state, **extra}) or fresh)
+    learning._pending, learning._checkpoint_begun = (earlier if is_pending else None), 1000.0
+    learning._consumed, learning._skipped_in_a_row = {3: 7, 0: 5}, skipped
+    for _ in range(2):  # the time counts from the newest checkpoint on, and none begins beside one that is being written
+        learning._save_checkpoint(train_step(version - 1, at_seconds=1.0))
+    assert [(one["state"], one["consumed"]) for one in saved] == [("state", [(0, 5), (3, 7)])] * is_begun
+    assert learning._pending is (fresh if is_begun else earlier if is_pending else None)
+    assert learning._checkpoint_begun == (now if is_begun else 1000.0)
