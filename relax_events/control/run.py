@@ -44,7 +44,7 @@ from relax_events.control.topics.lag import consumer_lag
 from relax_events.control.weights_fit import require_fitting_model
 from relax_events.errors import BrokerError, CheckFailed, Interrupted, RelaxError, RunFailed
 from relax_events.events.parts import Command, WorkerState, now_micros
-from relax_events.events.types import Event, RunCommanded
+from relax_events.events.types import Event, RunCommanded, WorkerBeat
 from relax_events.pipeline.control import ControlFollower
 from relax_events.pipeline.drain import Drain
 from relax_events.telemetry.logs import configure_logs
@@ -132,6 +132,7 @@ class RunSession:
                 self._watch(supervisor, admin, display)
         finally:
             supervisor.stop(timeout_seconds=self._config.workers.drain_seconds + 5, tick=lambda: self._show(admin, display, supervisor))
+            self._say_goodbyes(supervisor)
 
     def _start_broker(self, stack: ExitStack, display: ProgressDisplay) -> None:
         """Start the broker that the run brings along; if it is a secured one, see that it knows our principals."""
@@ -254,9 +255,25 @@ class RunSession:
                 beat = self._state.workers.get(worker.worker_id)
                 self._scaling.note(gone)
             if beat is not None and beat.state is not WorkerState.STOPPED:
-                goodbye = replace(beat, state=WorkerState.STOPPED, num_in_flight=0, busy_since=None, beat_at=now_micros())
-                self._send(HEARTBEATS[beat.role], goodbye, key=worker.worker_id)
+                self._say_goodbye(beat)
             self._send("control.commands", gone)
+
+    def _say_goodbye(self, beat: WorkerBeat) -> None:
+        """Say for a worker that it has stopped; `beat` is its newest heartbeat."""
+        goodbye = replace(beat, state=WorkerState.STOPPED, num_in_flight=0, busy_since=None, beat_at=now_micros())
+        self._send(HEARTBEATS[beat.role], goodbye, key=beat.worker_id)
+
+    def _say_goodbyes(self, supervisor: Supervisor) -> None:
+        """Say goodbye for our workers that ended without one, so that none counts as alive; not while another session works in their names."""
+        with self._lock:
+            owed = [beat for beat in self._state.workers.values() if supervisor.owes_goodbye(beat)]
+        if not owed or not self._sessions.is_alone():
+            return
+        try:
+            for beat in owed:
+                self._say_goodbye(beat)
+        except BrokerError as error:  # they count as alive until `workers.hung_seconds` have passed
+            log.warning("goodbye.not_written", error=str(error))
 
     def _revive_fenced(self, supervisor: Supervisor) -> None:
         """Start a fenced worker again once nobody else does its work."""

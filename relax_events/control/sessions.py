@@ -66,6 +66,10 @@ class RunSessions(AbstractContextManager["RunSessions"]):
                 self._file.write(_line(replace(self._mine, ended_at=now_micros())))
             self._file.close()
 
+    def is_alone(self) -> bool:
+        """Tell whether no other session works on the run now."""
+        return self._file is not None and _lock(self._file)
+
     def total_seconds(self, wall_seconds: float, commits: Sequence[int]) -> float:
         """Return how long all sessions took together, this one included.
 

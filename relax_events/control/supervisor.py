@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -34,6 +35,8 @@ AWAY = frozenset({BrokerUnavailable.__name__, StoreUnavailable.__name__})
 AWAY_SECONDS = BACKOFF_SECONDS[1]
 AFTER_DRAIN_SECONDS = 1.0  # the command to stop may reach a worker before it reaches us
 AFTER_GOODBYE_SECONDS = 5.0  # the same, for a worker that is not ours to wait for
+SAYS_GOODBYE = frozenset({0, Fenced.exit_code})
+"""Exit codes of workers whose last heartbeat says that they have stopped."""
 LOG_TAIL_LINES = 12
 MAX_NOTE = 400
 """Characters of an error in a line on the console; the log has it whole."""
@@ -77,6 +80,8 @@ class ManagedProcess:
     is_elastic: bool = False
     leave_by: float | None = None
     given_up: str = ""
+    unheard: set[int] = field(default_factory=set)
+    """Pids of the processes since the last one that said goodbye."""
 
     @property
     def log_path(self) -> Path:
@@ -198,6 +203,7 @@ class Supervisor:
     def _spawn(self, managed: ManagedProcess) -> None:
         managed.is_killed = False
         managed.process = WorkerProcesses.start(self._starter, managed.orders, logs=managed.logs)
+        managed.unheard |= managed.process.started_pids
         log.info("worker.spawned", worker_id=managed.worker_id, pid=managed.process.pid)
 
     def tend(self, progress: Progress) -> list[str]:
@@ -222,9 +228,11 @@ class Supervisor:
             elif (code := managed.process.poll()) == Fenced.exit_code:
                 log.warning("worker.fenced", worker_id=managed.worker_id, pid=managed.process.pid)
                 managed.fenced, managed.process = Fencing(managed.process.pid, now_micros()), None
+                managed.unheard.clear()
             elif code == 0:
                 log.info("worker.ended", worker_id=managed.worker_id)
                 managed.process, managed.start_after = None, now + AFTER_DRAIN_SECONDS
+                managed.unheard.clear()
             elif code is not None:
                 notes.append(self._note_death(managed, managed.process, progress))
         return notes
@@ -279,6 +287,17 @@ class Supervisor:
             log.warning("worker.killed", worker_id=worker_id)
             managed.is_killed = True
             managed.process.kill_group()
+
+    def owes_goodbye(self, beat: WorkerBeat) -> bool:
+        """Tell whether a worker's newest heartbeat is of a process of ours that ended without saying goodbye.
+
+        Not where another instance speaks in its name, or has fenced it.
+        """
+        managed = next((managed for managed in self._processes.values() if beat.worker_id in managed.orders), None)
+        if managed is None or managed.is_running or beat.state is WorkerState.STOPPED or beat.host != socket.gethostname():
+            return False
+        ended_in_order = managed.process is not None and managed.process.poll() in SAYS_GOODBYE
+        return not ended_in_order and beat.pid in managed.unheard
 
     def stop(self, *, timeout_seconds: float, tick: Callable[[], None] = lambda: None) -> None:
         """Ask all to drain, wait, and kill what is left at the deadline."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from relax_events.config import RunConfig
 from relax_events.control.deaths import Progress
 from relax_events.control.run import RunSession
 from relax_events.control.scaling import Asked, Bounds, Departure, ElasticWorker, Kind, ScaleState, Standing, Status, plan
+from relax_events.control.sessions import RunSessions
 from relax_events.control.supervisor import ManagedProcess, Supervisor, log_tail
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import WorkerState
@@ -148,3 +151,29 @@ def test_run_says_on_the_log_who_is_gone_and_a_goodbye_that_the_worker_could_not
     for event in (opening.opening(reason="asked"), taken_back, first, second):
         state.note(event)
     assert (state.workers, state.requests[opening.request_id].left) == ({}, {"rollout-1", "rollout-2"})
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_run_says_the_goodbye_of_its_workers_that_died_unless_another_one_works_in_their_names(
+    make_run_config: MakeRunConfig, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_alone: bool
+) -> None:
+    session, written = RunSession(make_run_config()), Written()
+    session._producer = written  # type: ignore[assignment]
+    managed = started(supervisor, "ignore", monkeypatch=monkeypatch)
+    newest = replace(beat("rollout-1", at_seconds=2), pid=supervisor.pids["rollout-1"], host=socket.gethostname(), num_in_flight=3)
+    for event in (newest, replace(newest, worker_id="rollout-0", pid=1)):
+        session._note(event)
+    with ExitStack() as stack:
+        session._sessions = stack.enter_context(RunSessions(tmp_path))
+        if not is_alone:
+            stack.enter_context(RunSessions(tmp_path))
+        session._say_goodbyes(supervisor)
+        assert written.records == [], "it is alive"
+        supervisor.stop(timeout_seconds=0)
+        assert not managed.is_running
+        session._say_goodbyes(supervisor)
+    said = [EventCodec().decode(record.value) for record in written.records]
+    assert [(event.worker_id, event.state, event.num_in_flight) for event in said if isinstance(event, WorkerBeat)] == [
+        ("rollout-1", WorkerState.STOPPED, 0)
+    ] * is_alone
+    assert [record.key for record in written.records] == ["rollout-1"] * is_alone

@@ -33,12 +33,15 @@ def test_another_session_is_known_while_its_process_lives_and_no_longer(tmp_path
     assert other.stdout.readline() == b"in\n"
     with RunSessions(tmp_path) as second:
         assert [session.pid for session in second.others] == [other.pid]
+        assert not second.is_alone()
         with RunSessions(tmp_path) as third:
             assert [session.pid for session in third.others] == [os.getpid()]
-    other.kill()
-    other.communicate()
+        other.kill()
+        other.communicate()
+        assert second.is_alone(), "the other one has ended meanwhile"
     with RunSessions(tmp_path) as last:
         assert last.others == []
+        assert last.is_alone()
         assert [session.ended_at is None for session in last.earlier] == [True, False, False]
         assert last.total_seconds(5.0, [last.earlier[0].started_at + 7 * SECOND]) >= 5.0
 

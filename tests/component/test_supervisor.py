@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -156,6 +157,30 @@ def test_fenced_worker_stays_down_until_it_is_revived(make_run_config: MakeRunCo
     assert trainer.process is not None
     trainer.process.wait(30)
     assert "trainer-0" not in supervisor.fenced
+
+
+@pytest.mark.parametrize(("how", "is_owed"), [(1, True), ("OutOfMemoryError", True), (RESTART_CODE, True), (0, False), (Fenced.exit_code, False)])
+def test_goodbye_is_owed_for_workers_that_ended_without_one(make_run_config: MakeRunConfig, ended: MakeEnded, how: int | str, is_owed: bool) -> None:
+    supervisor = ended(make_run_config(), how)
+    process = supervisor._processes["trainer-0"].process
+    assert process is not None
+    newest = replace(beat(process.pid, beat_at=FENCED_AT), host=socket.gethostname())
+    assert supervisor.owes_goodbye(newest) is is_owed
+    supervisor.tend(Progress())
+    assert supervisor._processes["trainer-0"].process is None, "it is to be started again later"
+    assert supervisor.owes_goodbye(newest) is is_owed
+    for different in ({"state": WorkerState.STOPPED}, {"pid": 1}, {"host": "elsewhere"}, {"worker_id": "other-0"}):
+        assert not supervisor.owes_goodbye(replace(newest, **different))
+
+
+def test_goodbye_is_owed_for_any_of_the_processes_that_died_since_the_last_goodbye(make_run_config: MakeRunConfig, ended: MakeEnded) -> None:
+    supervisor = ended(make_run_config(), 1)
+    trainer = supervisor._processes["trainer-0"]
+    assert trainer.process is not None
+    first = replace(beat(trainer.process.pid, beat_at=FENCED_AT), host=socket.gethostname())
+    supervisor.tend(Progress())
+    died_again(supervisor, Progress(num_steps=1))
+    assert supervisor.owes_goodbye(first), "the second one died before it said anything"
 
 
 SECOND = 1_000_000

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from harness import FaultRun
 
+from relax_events.control.runs.reading import read_run
+
 ALWAYS_DIES = """
 from relax_events.training.torch_backend import TorchBackend
 
@@ -34,6 +36,8 @@ def test_run_ends_with_the_error_of_a_worker_that_dies_at_every_try(start_run: C
     report = run.report()
     assert (report["succeeded"], report["steps"], report["ledger_problems"]) == (False, 0, [])
     assert report["reason"].startswith(reason)
+    listed = read_run(run.connection, run.config.run.id)
+    assert (listed.standing, listed.alive) == ("ended", []), "the run can be deleted at once"
     (run.config.run_directory / "report.json").unlink()
     assert run.until_ended(run.start("report", run.run_file)) == 0
     assert f"run {run.config.run.id} did not reach its goal at step 0 of 5: {reason}" in run.output.read_text()

@@ -109,6 +109,11 @@ class WorkerProcesses:
         """Process ids by worker id, of those that live."""
         return {name: process.pid for name, process in self._processes.items() if process.poll() is None}
 
+    @property
+    def started_pids(self) -> set[int]:
+        """Process ids of all, also of those that have ended."""
+        return {process.pid for process in self._processes.values()}
+
     def poll(self) -> int | None:
         """Return the exit code once all have ended: that of the rank that was the cause. When one has failed, the others are ended."""
         codes = {name: process.poll() for name, process in self._processes.items()}
