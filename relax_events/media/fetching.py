@@ -21,6 +21,8 @@ from relax_events.errors import MediaError
 SCHEMES = {"http": 80, "https": 443}
 MAX_REDIRECTS = 3
 UNICAST = ipaddress.IPv6Network("2000::/3")
+SPECIAL = (ipaddress.ip_network("192.88.99.0/24"), ipaddress.ip_network("3fff::/20"))
+"""Relays of 6to4 (RFC 7526) and addresses for documentation (RFC 9637), which the interpreter takes for public ones."""
 REDIRECTS = (301, 302, 303, 307, 308)
 
 
@@ -29,7 +31,7 @@ def is_public(address: str) -> bool:
     found = ipaddress.ip_address(address)
     if found.version == 6 and (found not in UNICAST or found.sixtofour or found.teredo):  # others carry an older address, or mean something special
         return False
-    return found.is_global and not found.is_multicast
+    return found.is_global and not found.is_multicast and not any(found in network for network in SPECIAL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,9 +155,10 @@ OURS = [
     "fe80::1",
     "fd00::1",
 ]
+SPECIAL = ["192.88.99.1", "3fff::1", "3fff:fff::1", "2001:db8::1", "198.18.0.1", "240.0.0.1"]
 CARRYING_ANOTHER = ["::ffff:127.0.0.1", "::ffff:8.8.8.8", "64:ff9b::a00:1", "2002:a00:1::", "ff02::1"]
 
 
-@pytest.mark.parametrize("address", [*PUBLIC, *OURS, *CARRYING_ANOTHER])
+@pytest.mark.parametrize("address", [*PUBLIC, *OURS, *CARRYING_ANOTHER, *SPECIAL])
 def test_public_addresses_are_told_from_others(address: str) -> None:
     assert is_public(address) is (address in PUBLIC)
