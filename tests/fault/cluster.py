@@ -39,7 +39,9 @@ FAST_FAILOVER = {
 
 
 class Cluster:
-    """Three combined nodes with static voters. It is used where a run has an embedded broker."""
+    """Three combined nodes with static voters. It is used where a run has an embedded broker. Nobody logs in to it."""
+
+    password_file: Path | None = None
 
     def __init__(self, directory: Path) -> None:
         client_ports, inner_ports, controller_ports, inner_link_ports, controller_link_ports = (
