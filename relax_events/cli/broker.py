@@ -26,7 +26,7 @@ def start(
     credentials: Path | None = None,
     password: bool | None = None,
     heap_mib: int = 0,
-    timeout_seconds: float = 60.0,
+    timeout_seconds: float = 180.0,
 ) -> None:
     """Start the broker in the background and print its bootstrap servers; it runs until `relax broker stop`, also one that a run had started.
 

@@ -7,6 +7,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ import pytest
 from relax_events.broker.embedded import EmbeddedBroker, launch
 from relax_events.broker.embedded.access import BrokerBusy, sole_access
 from relax_events.broker.embedded.lock import Jar, Lock
+from relax_events.cli.broker import start as start_command
 from relax_events.errors import BrokerError, BrokerUnavailable, ConfigError, EnvironmentProblem
 
 JAR = b"not really a jar"
@@ -70,6 +72,12 @@ def test_start_leaves_no_process_when_it_takes_too_long(java: Callable[[str], No
     with pytest.raises(BrokerUnavailable, match=r"was not ready within 0.2 s; see .*broker.log"):
         broker.start(timeout_seconds=0.2)
     assert broker.pid is None
+
+
+def test_every_way_to_start_waits_as_long_and_others_wait_longer() -> None:
+    ways = (EmbeddedBroker.start, EmbeddedBroker.restart, EmbeddedBroker.in_use, start_command)
+    assert {signature(way).parameters["timeout_seconds"].default for way in ways} == {180.0}
+    assert signature(EmbeddedBroker.start).parameters["busy_seconds"].default > 180.0
 
 
 def test_start_names_the_port_when_it_is_taken(java: Callable[[str], None], tmp_path: Path) -> None:

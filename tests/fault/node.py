@@ -10,6 +10,7 @@ from typing import Self
 import psutil
 
 from relax_events.broker.embedded import process as processes
+from relax_events.broker.embedded.access import START_SECONDS
 from relax_events.broker.embedded.cache import cache_directory
 from relax_events.broker.embedded.download import ensure_jars
 from relax_events.broker.embedded.java import broker_command, class_archive_path, find_java
@@ -19,7 +20,6 @@ from relax_events.broker.embedded.readiness import becomes_ready
 from relax_events.broker.embedded.settings import server_properties
 from relax_events.broker.embedded.storage import NODE_ID, ensure_formatted
 
-READY_SECONDS = 60.0
 STOP_SECONDS = 10.0
 
 
@@ -81,7 +81,7 @@ class Node:
         """Start it unless it runs, and wait until it serves."""
         self.spawn()
         assert self._process is not None
-        ready = becomes_ready(self._process, self.port, deadline_seconds=time.monotonic() + READY_SECONDS, client={})
+        ready = becomes_ready(self._process, self.port, deadline_seconds=time.monotonic() + START_SECONDS, client={})
         assert ready, (self.directory / "broker.log").read_text()[-3000:]
 
     def stop(self) -> None:

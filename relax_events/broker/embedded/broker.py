@@ -12,7 +12,7 @@ from typing import Self
 import psutil
 
 from relax_events.broker.embedded import process as processes
-from relax_events.broker.embedded.access import BUSY_SECONDS, file_problems, sole_access
+from relax_events.broker.embedded.access import BUSY_SECONDS, START_SECONDS, file_problems, sole_access
 from relax_events.broker.embedded.diagnosis import explain_death
 from relax_events.broker.embedded.launch import LOG_NAME, STATE_NAME, launch
 from relax_events.broker.embedded.leases import Lease, lease_holders
@@ -114,7 +114,7 @@ class EmbeddedBroker:
         """Process ids of those who use the broker now."""
         return lease_holders(self._directory)
 
-    def start(self, *, timeout_seconds: float = 60.0, busy_seconds: float = BUSY_SECONDS) -> None:
+    def start(self, *, timeout_seconds: float = START_SECONDS, busy_seconds: float = BUSY_SECONDS) -> None:
         """Bring the broker up until `stop`, and return once it serves; one that runs already is only waited for, and stays from now on.
 
         The first start on a machine fetches the jars, which takes its own time. A start that fails leaves no process behind.
@@ -135,7 +135,7 @@ class EmbeddedBroker:
             if state is not None and not state.stays:
                 write_state(self._directory / STATE_NAME, replace(state, started_by=BROKER_START))
 
-    def restart(self, *, timeout_seconds: float = 60.0) -> None:
+    def restart(self, *, timeout_seconds: float = START_SECONDS) -> None:
         """Bring up again a broker that died under its users, on the same port; when it is stopped stays as it was. One that runs is left alone.
 
         Raises:
@@ -148,7 +148,7 @@ class EmbeddedBroker:
             self._bring_up(timeout_seconds, by=state.started_by if state else BROKER_START, port=state.port if state else 0)
 
     @contextmanager
-    def in_use(self, by: str, *, timeout_seconds: float = 60.0) -> Iterator[bool]:
+    def in_use(self, by: str, *, timeout_seconds: float = START_SECONDS) -> Iterator[bool]:
         """Keep the broker up while the block runs, and give whether this brought it up; the last user that leaves stops it.
 
         Args:
