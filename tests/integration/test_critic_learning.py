@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +15,11 @@ from event_samples import ready
 from written_run import CODEC, WrittenRun
 
 from relax_events.broker.admin import Admin
-from relax_events.config import RunConfig
+from relax_events.config import AlgorithmConfig, RunConfig
 from relax_events.control.topics.purger import PurgeBooks, Purger
 from relax_events.errors import ConfigError, RunFailed, StepNotFinite
 from relax_events.events.parts import TopicOffset
-from relax_events.events.types import TrainStepCommitted
+from relax_events.events.types import SampleReady, TrainStepCommitted
 from relax_events.models.tiny import make_tiny
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.worker import Worker
@@ -121,6 +121,25 @@ def test_critic_that_was_killed_has_the_bits_of_one_that_was_not(run: WrittenRun
         whole = tensors(critic)
     assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
     assert not all(torch.equal(before[name], tensor) for name, tensor in whole.items())
+
+
+def test_critic_learns_returns_of_its_own_lambda(run: WrittenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With lambda and gamma 1 each loss token's return is the reward, whatever advantages the policy was given."""
+    train_steps(run, 0, 1, reward=3.0)
+    taken: list[SampleReady] = []
+    accumulate = TorchCritic.accumulate
+
+    def noted(self: TorchCritic, samples: Sequence[SampleReady]) -> None:
+        taken.extend(samples)
+        accumulate(self, samples)
+
+    monkeypatch.setattr(TorchCritic, "accumulate", noted)
+    run.config = run.config.model_copy(update={"algorithm": AlgorithmConfig(name="ppo", critic_gae_lambda=1.0)})
+    with learning(run, tmp_path) as (critic, _, _):
+        assert (critic.policy_version, len(taken)) == (1, 4)
+    for sample in taken:
+        returns = (np.asarray(sample.advantages) + np.asarray(sample.values))[np.asarray(sample.loss_mask, bool)]
+        assert returns.tolist() == pytest.approx([3.0, 3.0], rel=1e-6)
 
 
 def test_what_the_critic_has_not_read_stays_on_the_log(run: WrittenRun, tmp_path: Path) -> None:
