@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cyclopts import App
 
 if TYPE_CHECKING:
+    from relax_events.config import RewardConfig, RunConfig
+    from relax_events.control.run_log import RunLog
+    from relax_events.rewards.differences import DifferenceCounts, Differences
     from relax_events.rewards.trial import TriedCompletion
 
+LINE_SECONDS = 5.0
 Output = Literal["table", "json"]
 CHECK_FOUND = 6
 app = App(name="rewards", help="Look at the reward functions that are installed, or at one of your own, and try them.\n\nExample: relax rewards list")
@@ -125,6 +131,174 @@ def score(
     else:
         print_all_tried(tried)
     return CHECK_FOUND if any(one.error is not None for one in tried) else 0
+
+
+@app.command
+def compare(
+    first: str,
+    second: str,
+    *,
+    run: str = "",
+    jsonl: Path | None = None,
+    first_option: list[str] | None = None,
+    second_option: list[str] | None = None,
+    version: str = "",
+    threshold: float | None = None,
+    limit: int = 10,
+    trust_source: bool = False,
+    config: Path | None = None,
+    bootstrap_servers: str = "",
+    directory: Path = Path(".relax"),
+    output: Output = "table",
+) -> None:
+    """Score the samples of a run by two reward functions, count where they differ, and show examples with what each has read in them.
+
+    Example: relax rewards compare math gsm8k --run quickstart
+
+    Nothing is written; `relax rescore` keeps scores. The limits of `[reward]` are those of the run file, where the run is named by its id the
+    defaults; the run's own function has its options.
+
+    Args:
+        first: An installed reward, or path/to/file.py:function.
+        second: The other one.
+        run: Id of the run, or its run file.
+        jsonl: Instead of a run a file with an object a line: completion, answer, prompt, metadata.
+        first_option: A setting of the first function, NAME=VALUE; may be given several times.
+        second_option: A setting of the second function.
+        version: Only samples of these policy versions: 3, 3..7, 3.. or ..7.
+        threshold: Rewards from here on count as good, and only good and bad differ; without it the rewards themselves are compared.
+        limit: So many examples, evenly drawn from all.
+        trust_source: Don't ask about what the options of the run's own function name, where only the run's log says them.
+        config: A run file whose broker is meant.
+        bootstrap_servers: The cluster that is meant, as host:port,host:port.
+        directory: Where the embedded broker is, unless one of the other two says where to look.
+        output: Text to read, or JSON for programs.
+    """
+    from dataclasses import asdict
+
+    from relax_events.cli.looking import note_unreadable
+    from relax_events.cli.output import print_json
+    from relax_events.cli.rescore import settings_for
+    from relax_events.config import RewardConfig
+    from relax_events.control.samples.filter import parse_bounds
+    from relax_events.control.samples.reading import generated_samples
+    from relax_events.errors import ConfigError
+    from relax_events.rewards.differences import compare_rewards
+    from relax_events.rewards.scoring import reward_item
+    from relax_events.rewards.trial import read_items
+
+    if bool(run) == (jsonl is not None):
+        raise ConfigError("give either --run or --jsonl")
+    if limit < 0:
+        raise ConfigError(f"--limit must be >= 0, got {limit}")
+    versions = parse_bounds(version, flag="--version")
+
+    def sides(section: RewardConfig) -> tuple[RewardConfig, RewardConfig]:
+        return (
+            settings_for(section, first, first_option or [], workers=None),
+            settings_for(section, second, second_option or [], workers=None),
+        )
+
+    report = CountLines()
+    if jsonl is not None:
+        if version:
+            raise ConfigError("--version is of samples of a run; leave it out with --jsonl")
+        found = compare_rewards(*sides(RewardConfig()), read_items(jsonl), threshold=threshold, limit=limit, report=report)
+    else:
+        with _opened(run, config=config, bootstrap_servers=bootstrap_servers, directory=directory) as log:
+            section = _section_of(log.config, run, (first, second), config=config, directory=directory, trusts=trust_source)
+            items = (reward_item(sample) for sample in generated_samples(log, versions))
+            found = compare_rewards(*sides(section), items, threshold=threshold, limit=limit, report=report)
+            note_unreadable(log)
+    if output == "json":
+        print_json(asdict(found))
+    else:
+        print_differences(found)
+
+
+@contextmanager
+def _opened(run: str, *, config: Path | None, bootstrap_servers: str, directory: Path) -> Iterator[RunLog]:
+    """Open the log of a run that is named by its run file or by its id."""
+    from relax_events.cli.looking import is_run_file, open_run, open_run_log
+    from relax_events.control.run_log import RunLog
+
+    if is_run_file(run):
+        with open_run_log(Path(run), (), name="rewards") as log:
+            yield log
+        return
+    named = open_run(run, config=config, bootstrap_servers=bootstrap_servers, directory=directory, name="rewards")
+    with named as settings, RunLog(settings, name="rewards") as log:
+        yield log
+
+
+def _section_of(settings: RunConfig, run: str, names: tuple[str, str], *, config: Path | None, directory: Path, trusts: bool) -> RewardConfig:
+    """Return the reward section that holds: of one's own run file, or of the log where one of the functions is the run's own and nobody objects.
+
+    Raises:
+        NotTrusted: The log's section names what nobody here has agreed to.
+    """
+    from functools import partial
+
+    from relax_events.cli.consent import accept_source
+    from relax_events.cli.looking import is_run_file
+    from relax_events.config import RewardConfig, load_run_config
+    from relax_events.control.runs.taking_over import own_run_files, reward_of
+
+    if is_run_file(run) and not settings.is_replay:
+        return settings.reward
+    if is_run_file(run) or settings.reward.function not in names:  # the run file of a replay says what the log of its source says
+        return RewardConfig()
+    named = load_run_config(config) if config is not None else None
+    return reward_of(settings, own=own_run_files(directory, run, named=named), accept=partial(accept_source, trusts=trusts))
+
+
+class CountLines:
+    """Writes a line to stderr now and then."""
+
+    def __init__(self) -> None:
+        self._shown_at = time.monotonic()
+
+    def __call__(self, counts: DifferenceCounts) -> None:
+        """Write a line if the last one is some seconds old."""
+        import sys
+
+        if time.monotonic() - self._shown_at >= LINE_SECONDS:
+            self._shown_at = time.monotonic()
+            print(f"{counts.num_samples} samples compared, {counts.num_differ} differ", file=sys.stderr)
+
+
+def print_differences(found: Differences) -> None:
+    """Print the counts, and each example with what both functions have read in it."""
+    from relax_events.cli.looking import excerpt
+    from relax_events.cli.output import print_pairs
+    from relax_events.printable import printable
+
+    counts = found.counts
+    rule = "" if found.threshold is None else f", by the side of {found.threshold:g}"
+    print_pairs(
+        {
+            "first": found.first,
+            "second": found.second,
+            "samples": counts.num_samples,
+            "agree": counts.num_agree,
+            "differ": f"{counts.num_differ}{rule}; first higher {counts.num_first_higher}, second higher {counts.num_second_higher}",
+            "failed": f"{counts.num_first_failed} of the first, {counts.num_second_failed} of the second, {counts.num_both_failed} of both",
+        }
+    )
+    for example in found.examples:
+        print(f"\nsample {excerpt(example.sample_id, 200)}")
+        print_pairs({"reference": excerpt(example.answer, 200), "completion ends": excerpt(example.completion_end[-120:], 200)}, indent=2)
+        print_pairs({"first": printable(_told(example.first)), "second": printable(_told(example.second))}, indent=2)
+
+
+def _told(one: TriedCompletion) -> str:
+    """Say on one line what a function gave, and what it has read."""
+    from relax_events.cli.looking import excerpt
+
+    if one.reward is None:
+        return f"failed: {excerpt(one.error or '', 200)}"
+    parts = [f"{one.reward:g}", excerpt(one.answer or "", 80), one.place or "", excerpt(one.why or "", 200)]
+    return ": ".join(part for part in parts if part)
 
 
 def print_tried(one: TriedCompletion) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from relax_events.cli.consent import agreed
+from relax_events.cli.consent import accept_source, agreed
 
 if TYPE_CHECKING:
     from relax_events.broker.connection import Connection
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from relax_events.control.runs.deletion import Deletion
     from relax_events.control.runs.forking import SourceChoice
     from relax_events.control.runs.reading import RunSummary
-    from relax_events.control.runs.taking_over import NotTrusted
 
 app = App(name="runs", help="Look back at the runs of a cluster, and train from them.\n\nExample: relax runs list")
 Output = Literal["table", "json"]
@@ -322,24 +321,6 @@ def fork(
     return _train(_cluster(config, bootstrap_servers, directory), new, recorded if from_log else live, overrides, verify=False, trusts=trust_source)
 
 
-def _accept(refused: NotTrusted, *, trusts: bool) -> None:
-    """Show what a log names, and go on if the flag says so or a person on a terminal agrees.
-
-    Raises:
-        NotTrusted: Nobody agrees.
-    """
-    import sys
-
-    from relax_events.control.runs.taking_over import named_text
-    from relax_events.printable import printable
-
-    if not trusts and not sys.stdin.isatty():
-        raise refused
-    print(printable(f"the log of run {refused.source} names what will be used here:\n{named_text(refused.named)}"), file=sys.stderr)
-    if not agreed("take all this over?", yes=trusts):
-        raise refused
-
-
 def _train(cluster: Cluster, new: str, choice: SourceChoice, overrides: tuple[str, ...], *, verify: bool, trusts: bool) -> int:
     from functools import partial
 
@@ -355,7 +336,7 @@ def _train(cluster: Cluster, new: str, choice: SourceChoice, overrides: tuple[st
     with cluster.running(by="relax runs"):
         connection = cluster.connection(name="runs")
         source = SourceRun.read(connection, choice.run)
-        settings = make_run_file(cluster, source, new, choice, overrides, accept=partial(_accept, trusts=trusts))
+        settings = make_run_file(cluster, source, new, choice, overrides, accept=partial(accept_source, trusts=trusts))
         if verify:
             refuse_unverifiable(source, settings)
         keep_private(settings)

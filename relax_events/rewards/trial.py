@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 import orjson
 
 from relax_events.config import RewardConfig
-from relax_events.errors import ConfigError
+from relax_events.errors import ConfigError, RewardError
 from relax_events.rewards.declaring import Explanation, facts_of
 from relax_events.rewards.hub import check_options, find_function, takes_prompt_group
 from relax_events.rewards.pool import RewardItem, RewardPool
@@ -31,32 +33,53 @@ class TriedCompletion:
     why: str | None = None
 
 
-def try_reward(settings: RewardConfig, items: Sequence[RewardItem]) -> list[TriedCompletion]:
-    """Score completions as a run would, in child processes with its limits, and explain the rewards.
+class Trial(AbstractContextManager["Trial"]):
+    """A reward function in child processes with a run's limits, that scores completions one by one and explains the rewards."""
 
-    Raises:
-        ConfigError: The function scores prompt groups, can't be loaded, or does not take the options.
-    """
-    function, _ = find_function(settings.function)
-    if takes_prompt_group(function):
-        raise ConfigError(f"{settings.function} scores prompt groups, and this command scores completions one by one; use relax rescore")
-    options = check_options(function, settings.function, settings.options)
-    with RewardPool(settings) as pool:
-        results = pool.score_batch(items)
-    explain, prepare = facts_of(function).explain, facts_of(function).prepare
-    if explain is not None and prepare is not None:
-        prepare()
-    tried = []
-    for item, result in zip(items, results, strict=True):
+    def __init__(self, settings: RewardConfig) -> None:
+        """Load the function.
+
+        Raises:
+            ConfigError: The function scores prompt groups, can't be loaded, or does not take the options.
+        """
+        self._settings = settings
+        functions = {name: find_function(name)[0] for name in (settings.function, *(route.function for route in settings.routes.values()))}
+        for name, function in functions.items():
+            if takes_prompt_group(function):
+                raise ConfigError(f"{name} scores prompt groups, and this command scores completions one by one; use relax rescore")
+        self._facts = facts_of(functions[settings.function])
+        self._options = check_options(functions[settings.function], settings.function, settings.options)
+        self._pool = RewardPool(settings)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._pool.close()
+
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return self._pool.name
+
+    def score(self, items: Sequence[RewardItem]) -> list[Score | RewardError]:
+        """Score completions as a run would."""
+        return self._pool.score_batch(items)
+
+    def explained(self, item: RewardItem, result: Score | RewardError) -> TriedCompletion:
+        """Return what there is to say about a completion that was scored; where the section has routes, without an explanation."""
         if not isinstance(result, Score):
-            tried.append(TriedCompletion(item.sample_id, None, {}, error=str(result)))
-            continue
+            return TriedCompletion(item.sample_id, None, {}, error=str(result))
         said: Explanation | None = None
-        if explain is not None:
-            said = explain(item.completion, answer=item.answer, metadata=orjson.loads(item.metadata), prompt=item.prompt, **options)
+        if self._facts.explain is not None and not self._settings.routes:
+            if self._facts.prepare is not None:
+                self._facts.prepare()
+            said = self._facts.explain(item.completion, answer=item.answer, metadata=orjson.loads(item.metadata), prompt=item.prompt, **self._options)
         told = (said.answer, said.place, said.why) if said else (None, None, None)
-        tried.append(TriedCompletion(item.sample_id, result.reward, result.components, None, *told))
-    return tried
+        return TriedCompletion(item.sample_id, result.reward, result.components, None, *told)
+
+
+def try_reward(settings: RewardConfig, items: Sequence[RewardItem]) -> list[TriedCompletion]:
+    """Score completions as a run would, and explain the rewards; raises as `Trial`."""
+    with Trial(settings) as trial:
+        return [trial.explained(item, result) for item, result in zip(items, trial.score(items), strict=True)]
 
 
 def read_items(file: Path) -> Iterator[RewardItem]:
@@ -66,12 +89,13 @@ def read_items(file: Path) -> Iterator[RewardItem]:
         ConfigError: The file or a line of it can't be read; the text names the line.
     """
     try:
-        lines = file.read_bytes().splitlines()
+        lines = file.open("rb")
     except OSError as error:
         raise ConfigError(f"--jsonl {file} can't be read: {error.strerror}") from None
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield _item(line, f"{file}:{number}", str(number))
+    with lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield _item(line, f"{file}:{number}", str(number))
 
 
 def _item(line: bytes, place: str, sample_id: str) -> RewardItem:

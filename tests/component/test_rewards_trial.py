@@ -1,4 +1,4 @@
-"""`relax rewards score`: completions are scored in child processes, and the answer that was found is shown."""
+"""`relax rewards score` and `compare`: completions are scored in child processes, and the answer that was found is shown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from relax_events.cli.rewards import score
+from relax_events.cli.rewards import compare, score
 from relax_events.errors import ConfigError
 
 pytestmark = pytest.mark.component
@@ -81,3 +81,64 @@ def test_score_names_what_it_can_not_read(given: dict[str, Any], text: str, tmp_
 def test_score_refuses_a_reward_of_prompt_groups() -> None:
     with pytest.raises(ConfigError, match="genrm_pairwise scores prompt groups"):
         score("genrm_pairwise", completion="a", option=["url=http://localhost:1"])
+
+
+def write_lines(folder: Path, *rows: dict[str, str]) -> Path:
+    file = folder / "samples.jsonl"
+    file.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    return file
+
+
+def test_compare_counts_where_two_rewards_differ_and_shows_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_lines(
+        tmp_path,
+        {"completion": "so 1/2, which is 0.5", "answer": "0.5"},  # both right
+        {"completion": "so 4", "answer": "5"},  # both wrong
+        {"completion": r"3 apples and 4 pears: \\boxed{7}. It took me 2 steps", "answer": "7"},
+        {"completion": "x", "answer": ""},  # math fails
+    )
+    compare("math", "gsm8k", jsonl=file, output="json")
+    found = orjson.loads(capsys.readouterr().out)
+    counts = found["counts"]
+    assert (counts["num_samples"], counts["num_agree"], counts["num_differ"], counts["num_first_higher"]) == (4, 2, 1, 1)
+    assert (counts["num_first_failed"], counts["num_both_failed"]) == (1, counts["num_second_failed"])
+    (example, *_) = found["examples"]
+    assert (example["sample_id"], example["answer"], example["completion_end"][-5:]) == ("3", "7", "steps")
+    assert [(side["reward"], side["answer"], side["why"]) for side in (example["first"], example["second"])] == [
+        (1.0, "7", "it equals '7'"),
+        (0.0, "2", "it is not 7"),
+    ]
+    compare("math", "gsm8k", jsonl=file, limit=1)
+    out = capsys.readouterr().out
+    assert "differ                    1; first higher 1, second higher 0" in out
+    assert "it equals '7'" in out
+
+
+def test_compare_takes_a_threshold_for_rewards_of_other_scales(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_lines(tmp_path, {"completion": "Answer: 4", "answer": "5"}, {"completion": "Answer: 5", "answer": "5"})
+    assert [compared_differ(file, capsys, threshold=threshold) for threshold in (None, 0.5)] == [1, 0]
+
+
+def compared_differ(file: Path, capsys: pytest.CaptureFixture[str], **given: Any) -> int:
+    compare("math", "dapo_math", jsonl=file, output="json", **given)
+    return int(orjson.loads(capsys.readouterr().out)["counts"]["num_differ"])
+
+
+def test_compare_gives_options_to_either_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_lines(tmp_path, {"completion": "The answer is 5.", "answer": "5"})
+    compare("math", "math", jsonl=file, second_option=["box_only=true"], output="json")
+    assert orjson.loads(capsys.readouterr().out)["counts"]["num_first_higher"] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({}, "give either --run or --jsonl"),
+        ({"run": "a", "jsonl": Path("b")}, "give either --run or --jsonl"),
+        ({"jsonl": Path("b"), "limit": -1}, "--limit must be >= 0, got -1"),
+        ({"jsonl": Path("b"), "version": "1"}, "--version is of samples of a run"),
+    ],
+)
+def test_compare_names_what_does_not_go_together(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        compare("math", "gsm8k", **given)

@@ -14,7 +14,7 @@ import pytest
 from relax_events.broker.connection import Connection
 from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord
-from relax_events.cli import runs
+from relax_events.cli import rewards, runs
 from relax_events.config import RunConfig
 from relax_events.control.cluster import Cluster
 from relax_events.control.runs.forking import SourceChoice, make_run_file
@@ -103,6 +103,19 @@ def test_hostile_log_is_refused_with_a_list_and_nothing_is_used(
     assert not hostile.trace.exists()
     assert not was_called(stranger)
     assert not (tmp_path / "mine").exists()
+
+
+def test_comparing_rewards_uses_nothing_that_the_log_names(
+    hostile: Hostile, stranger: socket.socket, bootstrap_servers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: dict[str, Any] = {"run": hostile.config.run.id, "bootstrap_servers": bootstrap_servers, "directory": tmp_path / "mine", "output": "json"}
+    rewards.compare("exact_match", "f1", **given)
+    assert orjson.loads(capsys.readouterr().out)["counts"]["num_samples"] == 0
+    with pytest.raises(NotTrusted) as refused:
+        rewards.compare("exact_match", "genrm", **given)
+    assert {named.key for named in refused.value.named} == {"reward.options.url", "reward.options.token_variable"}
+    assert not hostile.trace.exists()
+    assert not was_called(stranger)
 
 
 def test_store_of_the_source_is_the_one_that_was_agreed_to(

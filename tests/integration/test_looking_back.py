@@ -287,6 +287,25 @@ def test_command_compares_and_fails_below_a_correlation(written: WrittenRun, run
     assert f"{A}/0  0        0.000     1.000  completion 0 of {A}" in out
 
 
+def test_rewards_are_compared_on_the_samples_of_a_run(written: WrittenRun, run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rewards = [f"{written.config.run.directory / 'rewards.py'}:{name}" for name in ("opposite", "picky")]
+    written.describe()
+    for words in (["--run", run_file], ["--run", written.config.run.id, "--config", run_file]):
+        app(["rewards", "compare", *rewards, *words, "--limit", "3", "--output", "json"])
+        out, err = capsys.readouterr()
+        found = orjson.loads(out)
+        counts = found["counts"]
+        assert (counts["num_samples"], counts["num_agree"], counts["num_differ"], counts["num_second_higher"]) == (14, 6, 6, 6)
+        assert (counts["num_first_failed"], counts["num_second_failed"], counts["num_both_failed"]) == (0, 2, 0)
+        assert [example["completion_end"].startswith("completion 1 of ") for example in found["examples"]] == [True, True, True]
+        assert "2 records could not be read" in err
+    app(["rewards", "compare", *rewards, "--run", run_file, "--version", "0", "--limit", "9", "--output", "json"])
+    found = orjson.loads(capsys.readouterr().out)
+    samples = [example["sample_id"] for example in found["examples"]]
+    assert (set(samples[:2]), set(samples[2:])) == ({f"{A}/1", f"{C}/1"}, {f"{B}/0", f"{B}/1"}), "those that only one could score come last"
+    assert "raised ValueError: not that one" in found["examples"][2]["second"]["error"]
+
+
 def test_last_samples_are_shown_and_bad_flags_refused(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     app(["samples", "tail", run_file, "--last", "2", "--no-follow", "--version", "..1"])
     out, err = capsys.readouterr()

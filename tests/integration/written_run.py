@@ -18,6 +18,7 @@ from relax_events.control.topics.applying import apply_topics
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Outcome, TopicOffset
 from relax_events.events.types import Event, SampleReady, SampleRolledOut, SampleScored, TrainStepCommitted
+from relax_events.pipeline.description import describe
 from relax_events.topics import TopicPlan, shard_of
 
 CODEC = EventCodec()
@@ -40,6 +41,10 @@ class WrittenRun:
         """Leave the broker."""
         self.producer.close()
         self._admin.close()
+
+    def describe(self) -> None:
+        """Write what the run is."""
+        self._control("control.commands", describe(self.config))
 
     def publish(self, version: int) -> None:
         """Publish a version whose records begin where its partitions end now."""

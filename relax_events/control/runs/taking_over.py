@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from relax_events.config import RunConfig, load_run_config
+from relax_events.config import RewardConfig, RunConfig, load_run_config
 from relax_events.config.loading import ENVIRONMENT_PREFIX
 from relax_events.config.outside import Named, names_in
 from relax_events.errors import ConfigError
@@ -61,6 +61,22 @@ def require_trust(source: RunConfig, *, is_replay: bool, own: Iterable[RunConfig
     wanted = named_by(source, is_replay=is_replay and not evaluates)
     if left := [named for named in wanted if _mark(named) not in known and not _is_given(named.key, given)]:
         accept(NotTrusted(source.run.id, left))
+
+
+def reward_of(source: RunConfig, *, own: Iterable[RunConfig], accept: Accept) -> RewardConfig:
+    """Return the reward section of a run as its log describes it, if everything that it names is known here, or is accepted.
+
+    Raises:
+        NotTrusted: Something is not known, and `accept` has raised it.
+    """
+    known = {_mark(named) for config in own for named in _named_by_reward(config)}
+    if left := [named for named in _named_by_reward(source) if _mark(named) not in known]:
+        accept(NotTrusted(source.run.id, left))
+    return source.reward
+
+
+def _named_by_reward(config: RunConfig) -> list[Named]:
+    return [named for named in named_by(config, is_replay=False) if named.key.startswith("reward.")]
 
 
 def named_by(config: RunConfig, *, is_replay: bool) -> list[Named]:

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TypeVar
 
 from relax_events.control.run_log import Found, RunLog
-from relax_events.control.samples.filter import Extent, SampleFilter
+from relax_events.control.samples.filter import Bounds, Extent, SampleFilter, whole_range
 from relax_events.control.samples.view import SampleLine, SampleView
 from relax_events.events.generations import TrajectoryKey, trajectory_of
 from relax_events.events.types import PromptGroupEnded, SampleEvaluated, SampleReady, SampleRolledOut, SampleScored
@@ -31,6 +31,20 @@ def read_samples(log: RunLog, wanted: SampleFilter) -> Iterator[SampleView]:
     extent = wanted.extent(log.plan, log.ends, newest_version=log.newest_version)
     for versions in blocks(extent.versions):
         yield from _read_block(log, wanted, Extent(versions, extent.shard))
+
+
+def generated_samples(log: RunLog, versions: Bounds) -> Iterator[SampleRolledOut]:
+    """Give the samples of these versions as they were generated, once in each generation; neither scores nor ends are read.
+
+    Samples are held one at a time, their ids for a block of versions in one partition.
+    """
+    for block in blocks(whole_range(max(versions[0], 0), min(versions[1], log.newest_version))):
+        for place, span in log.spans("rollout.samples", block).items():
+            seen: set[TrajectoryKey] = set()
+            for found in log.found({place: span}, SampleRolledOut):
+                if (key := trajectory_of(found.event)) not in seen:
+                    seen.add(key)
+                    yield found.event
 
 
 def last_lines(log: RunLog, wanted: SampleFilter, *, count: int) -> list[SampleLine]:
