@@ -116,6 +116,8 @@ def test_comparing_rewards_uses_nothing_that_the_log_names(
     assert {named.key for named in refused.value.named} == {"reward.options.url", "reward.options.token_variable"}
     assert not hostile.trace.exists()
     assert not was_called(stranger)
+    rewards.compare("exact_match", "genrm", trust_source=True, **given)
+    assert "the log of run" in capsys.readouterr().err
 
 
 def test_store_of_the_source_is_the_one_that_was_agreed_to(

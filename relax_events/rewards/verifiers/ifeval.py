@@ -46,6 +46,10 @@ def ifeval(
     `loose` also tries the text without its first line, its last line, both, and without asterisks. The component `followed` is
     the share.
 
+    The verdicts are those that IFEval's published tests assert of these 25, but sentences are split by rules, where the published
+    program asks NLTK's models: at `.`, `!` or `?` before white space, not behind an abbreviation such as "e.g." or a single capital. So
+    the same text gives the same verdict without data that are downloaded; sentences that begin without white space count as one.
+
     Raises:
         ValueError: The metadata name no instruction, an unknown one, or arguments that it does not take.
         EnvironmentProblem: An instruction needs a package that is not installed.

@@ -19,7 +19,7 @@ INSTRUCTIONS: dict[str, Check] = {}
 WORD = re.compile(r"\w+")
 CASED_WORD = re.compile(r"[^\W\d_][\w'-]*")
 SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++[\"')\]]*+(?=\s|$)")
-ABBREVIATION = re.compile(r"(?:\b(?:mr|mrs|ms|dr|prof|st|vs|etc|e\.g|i\.e|jr|sr|inc|ltd|co|no|fig)|\b[A-Z])\.$", re.IGNORECASE)
+ABBREVIATION = re.compile(r"(?:\b(?i:mr|mrs|ms|dr|prof|st|vs|etc|e\.g|i\.e|jr|sr|inc|ltd|co|no|fig)|\b[A-Z])\.$")
 HIGHLIGHT = re.compile(r"\*\*([^\n*]*)\*\*|\*([^\n*]*)\*")
 BULLET = re.compile(r"[ \t\r\f\v]*+(?:\*(?!\*)|-)")
 FENCE, FENCE_LANGUAGE = "```", "json"
@@ -91,6 +91,8 @@ def avoids_words(response: str, *, forbidden_words: list[str]) -> bool:
 @instruction("keywords:letter_frequency")
 def has_letter_often(response: str, *, letter: str, let_frequency: int, let_relation: str | None = None) -> bool:
     """A letter occurs at least, or less than, so often, in either case."""
+    if len(letter) != 1 or let_frequency < 0:
+        raise ValueError(f"instruction keywords:letter_frequency takes one letter and a number >= 0, got {letter!r:.40} and {let_frequency}")
     return compares(response.lower().count(letter.lower()), let_relation, let_frequency)
 
 
