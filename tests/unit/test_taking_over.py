@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
-from relax_events.cli.runs import _accept
+from relax_events.cli.consent import accept_source
 from relax_events.config import RunConfig
 from relax_events.config.outside import Named, Names
 from relax_events.control.resuming import changes_since, settings_history
@@ -138,14 +138,14 @@ def test_person_who_is_asked_sees_the_list_and_decides(monkeypatch: pytest.Monke
 
     refused = NotTrusted("old", [Named("reward.routes.x\n  y.function", "/nfs/evil.py:\x1b[2J", Names.CODE)])
     monkeypatch.setattr("sys.stdin", Terminal("y\n"))
-    _accept(refused, trusts=False)
+    accept_source(refused, trusts=False)
     shown = capsys.readouterr().err
     assert '"reward.routes.x\\n  y.function" = "/nfs/evil.py:\\u001b[2J"  (code that would be run)' in shown
     assert "take all this over? [y/N]" in shown
     monkeypatch.setattr("sys.stdin", Terminal("\n"))
     with pytest.raises(NotTrusted):
-        _accept(refused, trusts=False)
+        accept_source(refused, trusts=False)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     with pytest.raises(NotTrusted, match="give --config with a run file that does, set these keys by arguments, or give --trust-source"):
-        _accept(refused, trusts=False)
-    _accept(refused, trusts=True)
+        accept_source(refused, trusts=False)
+    accept_source(refused, trusts=True)
