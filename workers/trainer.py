@@ -24,7 +24,7 @@ from relax_events.broker.consumer import LogReader
 from relax_events.broker.records import Record
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError, CorruptRecord, ForeignRecord, PoisonSample, RelaxError, StepNotFinite, WeightsError
-from relax_events.events.parts import CheckpointRef
+from relax_events.events.parts import CheckpointRef, TopicOffset
 from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupEnded, SampleReady
 from relax_events.media.library import MediaLibrary
 from relax_events.objects import ObjectStore
@@ -472,7 +472,7 @@ class TrainLoop:
         self._decide_ended(share)
         for work in self._in_training:
             work.end()
-        share.consumed = self._assembler.consumed()
+        share.consumed = self._consumed()
         self._shares = self._gather(share)
         if self._publisher is not None:
             self._publisher.trained(TrainedStep(step, self._shares, figures, self._phases.written(), self._checkpoint, self._began_ns))
@@ -481,6 +481,12 @@ class TrainLoop:
         if not self._config.weights.overlap:
             self._settle()
         self._save_checkpoint()
+
+    def _consumed(self) -> list[TopicOffset]:
+        """Return up to where all records are decided; those that became dead letters are safe as such by then."""
+        with self._worker.piece("write dead letters"):
+            self._worker.await_dead_letters()
+        return self._assembler.consumed()
 
     def _update(self, step: int) -> dict[str, float] | None:
         """Update the weights and return the step's figures; None where it has none, since the update is skipped. All ranks do the same."""

@@ -103,6 +103,7 @@ class Worker(AbstractContextManager["Worker"]):
         self._claim_check = claim_check
         self.paused = False
         self._with_beats: list[Callable[[], None]] = []
+        self._has_sent_letters = False
         self.role, self.config = role, config
         self.worker_id = f"{role}-{index}"
         configure_logs(config.telemetry, role=role, worker_id=self.worker_id, run_id=config.run.id)
@@ -270,8 +271,21 @@ class Worker(AbstractContextManager["Worker"]):
         origin = {"origin-topic": record.topic, "origin-partition": str(record.partition), "origin-offset": str(record.offset)}
         headers = {**record.headers, **origin, "error-class": reason, "error-text": str(error)[:2000], "worker-id": self.worker_id}
         self.producer.send(OutRecord(self.plan.topic(f"{self.role}.dead-letters"), record.value, key=record.key, headers=headers))
+        self._has_sent_letters = True
         self.metrics.dead_lettered(reason)
         log.error("record.dead_lettered", place=record.place, prompt_group_id=record.key, reason=reason, error=str(error))
+
+    def await_dead_letters(self) -> None:
+        """Wait until the dead letters that were sent are acknowledged: only then may an offset behind their records be committed.
+
+        For the trainer, whose outputs go by transactions; the other roles flush the producer of their outputs before they commit.
+
+        Raises:
+            BrokerError: One could not be delivered.
+        """
+        if self._has_sent_letters:
+            self.producer.flush()
+            self._has_sent_letters = False
 
     def await_published(self, policy_version: int) -> None:
         """Wait a moment for a version that a sample names: the sample may overtake the announcement, which is on another topic.

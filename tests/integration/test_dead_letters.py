@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,13 +24,15 @@ from relax_events.control.dead_letters import DeadLetter, Selection, drop, read_
 from relax_events.control.run_log import RunLog
 from relax_events.errors import ConfigError, CorruptRecord, PoisonSample, RelaxError
 from relax_events.events.codec import EventCodec
-from relax_events.events.parts import Outcome
+from relax_events.events.parts import Outcome, TopicOffset
 from relax_events.events.types import PromptGroupEnded, SampleReady
 from relax_events.objects import ObjectStore
 from relax_events.pipeline.worker import Worker
 from relax_events.training.assembly import GroupAssembler
+from relax_events.training.issue_terms import IssueTerms
 from workers.advantage import AdvantageLoop
 from workers.opening import StoreClaimCheck
+from workers.trainer import TrainLoop
 
 GROUP = "000000-0000-0"
 
@@ -61,6 +65,27 @@ def dead_letter(written: WrittenRun, open_worker: Callable[[str], Worker]) -> Ca
             worker.producer.flush()
 
     return refuse
+
+
+@pytest.mark.parametrize("is_read_again", [False, True])
+def test_letters_of_the_trainer_are_safe_before_the_offsets_that_pass_their_records(written: WrittenRun, tmp_path: Path, is_read_again: bool) -> None:
+    places: list[tuple[int, int]] = []
+    record = OutRecord(written.plan.topic("advantage.samples"), b"no event", key="nobody's", partition=1)
+    written.producer.write([record])
+    claim_check = StoreClaimCheck(ObjectStore.open((tmp_path / "objects").as_uri()), inline_max_bytes=10**6)
+    with Worker("trainer", written.config, claim_check=claim_check, linger_ms=100_000) as worker:  # nothing goes by itself
+        loop: Any = SimpleNamespace(_worker=worker, _terms=IssueTerms.of(written.config), _topic=record.topic)
+        loop._assembler = GroupAssembler(max_staleness=written.config.run.max_staleness, decided=set())
+        for found in records_of(written, "advantage.samples"):
+            places.append((found.partition, found.offset))
+            if not is_read_again:
+                TrainLoop._take(loop, found, 0)
+        if is_read_again:  # a sample whose trouble shows when its step trains it
+            TrainLoop._refuse(loop, places, PoisonSample("no good"))
+        consumed = TrainLoop._consumed(loop)
+        (letter,) = records_of(written, "trainer.dead-letters")
+    assert (letter.value, letter.headers["origin-partition"]) == (b"no event", "1")
+    assert consumed == ([] if is_read_again else [TopicOffset(record.topic, 1, places[0][1] + 1)])
 
 
 def records_of(written: WrittenRun, entity: str) -> list[Record]:
