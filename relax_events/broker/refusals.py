@@ -95,21 +95,18 @@ def refusal_error(what: str, error: KafkaError | None, settings: Mapping[str, An
     if error is not None and error.code() == KafkaError._AUTHENTICATION:
         user = settings.get("sasl.username", "")
         return AccessDenied(f"{what}: {error.name()} user {user!r} was not let in; {USER_REMEDY}")
-    speaks_tls = "SSL" in str(settings.get("security.protocol", "PLAINTEXT")).upper()
+    protocol = str(settings.get("security.protocol", "PLAINTEXT")).upper()
+    speaks_tls = "SSL" in protocol
     if speaks_tls and error is None:
         return None
-    for address in str(settings["bootstrap.servers"]).split(","):
-        reason = _handshake_problem(address.strip(), speaks_tls=speaks_tls, ca_file=settings.get("ssl.ca.location"))
+    for address in map(str.strip, str(settings["bootstrap.servers"]).split(",")):
+        reason = _handshake_problem(address, speaks_tls=speaks_tls, ca_file=settings.get("ssl.ca.location"))
+        if not reason and protocol == "PLAINTEXT" and _asks_for_login(address):  # a broker with TLS hangs up as well, and was found before
+            reason = f"the broker at {address} lets in only clients that log in, and this one does not; {LOGIN_REMEDY}"
         if reason:
             return AccessDenied(f"{what}: {reason}")
     if error is not None and "certificate" in error.str():
         return AccessDenied(f"{what}: {error.name()} {error.str()}; {CERTIFICATE_REMEDY}")
-    if not speaks_tls and "SASL" not in str(settings.get("security.protocol", "")).upper():  # a broker with TLS hangs up as well, and was found above
-        for address in str(settings["bootstrap.servers"]).split(","):
-            if _asks_for_login(address.strip()):
-                return AccessDenied(
-                    f"{what}: the broker at {address.strip()} lets in only clients that log in, and this one does not; {LOGIN_REMEDY}"
-                )
     return None  # a handshake that was cut off, as by a broker that restarts
 
 

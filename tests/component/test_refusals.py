@@ -90,6 +90,25 @@ def test_broker_that_is_away_refuses_nobody(tls: dict[str, str]) -> None:
     assert refusal_error("reaching it", KafkaError(KafkaError._SSL, "handshake cut off"), {**tls, "bootstrap.servers": nobody}) is None
 
 
+def test_broker_that_hangs_up_on_clients_that_do_not_log_in_is_named_behind_one_that_is_away() -> None:
+    def hang_up() -> None:
+        for _ in ("a greeting by TLS", "a question without a login"):
+            taken, _ = listener.accept()
+            with taken:
+                taken.recv(1024)
+
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = f"127.0.0.1:{closed.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        error = refusal_error("reaching it", None, {"bootstrap.servers": f"{nobody}, {address}"})
+        thread.join(PATIENCE_SECONDS)
+    assert error is not None
+    assert f"the broker at {address} lets in only clients that log in, and this one does not" in str(error)
+
+
 def test_authority_file_that_is_not_there_is_named(tls: dict[str, str], tmp_path: Path) -> None:
     settings = {**tls, "ssl.ca.location": str(tmp_path / "nowhere.pem"), "bootstrap.servers": "127.0.0.1:1"}
     error = refusal_error("reaching it", KafkaError(KafkaError._SSL, "handshake failed"), settings)
