@@ -46,7 +46,7 @@ def serve(
         max_running_samples: Decoded side by side; others wait.
         dtype: Of the weights.
         device: Where they go; `auto` takes a GPU where there is one.
-        threads: CPU threads; 0 leaves the choice to torch.
+        threads: CPU threads; 0 takes all processors that the process may use.
         incremental_streaming_output: Let streamed events have what is new, as engine `sglang` needs it, not all so far.
         enable_return_routed_experts: Tell who asks which experts each token went through, as `model.routing_replay` needs it.
         token_file: Holds a token without which nobody is answered.

@@ -24,4 +24,4 @@ class CriticConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """The run's first steps, in which only the critic learns: the policy's learning rate is 0, and its own warm-up begins after them."""
     threads: OrDerived[Annotated[int, Field(ge=0)]] = DERIVED
-    """CPU threads; 0 leaves the choice to torch. Derived as `trainer.threads`."""
+    """CPU threads; 0 takes all processors that the process may use. Derived as `trainer.threads`."""

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 COMPUTING_ROLES = ("rollout", "judge", "reference", "actor-forward", "critic", "teacher", "evaluator")
 """Roles that hold a model, besides the trainer."""
+
+
+def num_processors() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def num_threads(threads: int) -> int:
+    """Return how many CPU threads a key of the run file means: 0 stands for one a processor."""
+    return threads or num_processors()
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,7 @@ class EngineConfig(Section):
     """Prompt and completion together; longer prompts fail with a reason. Derived: the model's `max_position_embeddings`, at most 8,192, or the
     longest prompt and `engine.sampling.max_new_tokens` where that is given; 512 for a model that `[model.tiny]` makes."""
     threads: OrDerived[Annotated[int, Field(ge=0)]] = DERIVED
-    """CPU threads of the engine; 0 leaves the choice to torch. Derived as `trainer.threads`."""
+    """CPU threads of the engine; 0 takes all processors that the process may use. Derived as `trainer.threads`."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling of training rollouts."""
     sglang: SGLangConfig = SGLangConfig()

@@ -24,7 +24,7 @@ class TeacherConfig(Section):
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of the model."""
     threads: OrDerived[Annotated[int, Field(ge=0)]] = DERIVED
-    """CPU threads of the role; 0 leaves the choice to torch. Derived as `trainer.threads`."""
+    """CPU threads of the role; 0 takes all processors that the process may use. Derived as `trainer.threads`."""
 
     def as_model(self, path: Path) -> ModelConfig:
         """Return the teacher as code takes it that loads any model."""

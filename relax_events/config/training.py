@@ -50,8 +50,8 @@ class TrainerConfig(Section):
     keep_checkpoints: Positive = 2
     """Newest checkpoints that are kept."""
     threads: OrDerived[Annotated[int, Field(ge=0)]] = DERIVED
-    """CPU threads of a rank, and of scorers; 0 leaves the choice to torch. Derived: the processors, divided among the workers that compute on
-    this machine."""
+    """CPU threads of a rank, and of scorers; 0 takes all processors that the process may use. Derived: the processors, divided among the
+    workers that compute on this machine."""
     collective_timeout_seconds: Seconds = 1800.0
     """Deadline of a collective between ranks: longer than the slowest rank needs for its part of a step and rank 0 for writing a version.
     A rank that dies is noticed at once, whatever this says."""

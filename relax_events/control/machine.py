@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import psutil
 
-from relax_events.config.facts import Machine
+from relax_events.config.facts import Machine, num_processors
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 ASK_GPUS = ("--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
@@ -22,7 +22,7 @@ def this_machine(roles: Mapping[str, int]) -> Machine:
     Args:
         roles: How many workers of each role are on it; a trainer counts as its ranks.
     """
-    return Machine(len(os.sched_getaffinity(0)), _memory(), _gpus(), dict(roles))
+    return Machine(num_processors(), _memory(), _gpus(), dict(roles))
 
 
 def _memory() -> int:

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_events.config import EngineConfig, ModelConfig
+from relax_events.config.facts import num_threads
 from relax_events.engines.causal_model import CausalModel
 from relax_events.engines.invariance import measure_invariance
 from relax_events.engines.kv_cache import RowCache
@@ -65,8 +66,7 @@ class TransformersEngine:
         Raises:
             ConfigError: The model can't be loaded or served.
         """
-        if config.threads:
-            torch.set_num_threads(config.threads)
+        torch.set_num_threads(num_threads(config.threads))
         self.policy_version = policy_version
         self._config = config
         self._model = CausalModel(model_path, config=model)

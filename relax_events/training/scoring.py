@@ -49,7 +49,7 @@ class LogprobScorer:
         Args:
             model_path: A folder in Hugging Face layout; the reference's may differ from `model.path`.
             model: Dtype, device and attention, and whether the engine's routing is replayed.
-            threads: CPU threads; 0 leaves the choice to torch.
+            threads: CPU threads; 0 takes all processors that the process may use.
             max_tokens: Budget of one packed forward.
             library: Has the media of samples; None where they are of text alone.
         Raises:

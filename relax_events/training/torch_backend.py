@@ -13,6 +13,7 @@ from torch import Tensor
 
 from relax_events.algorithms.objective import Objective
 from relax_events.config import RunConfig, TrainerConfig
+from relax_events.config.facts import num_threads
 from relax_events.errors import RunFailed, StepNotFinite
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
@@ -244,10 +245,9 @@ def make_deterministic(device: torch.device, *, threads: int) -> None:
 
     Args:
         device: Kernels are fixed on the CPU alone; on a GPU this would refuse some and slow others.
-        threads: CPU threads; 0 leaves the choice to torch.
+        threads: CPU threads; 0 takes all processors that the process may use.
     """
-    if threads:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(num_threads(threads))
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True)
         # Filling costs a pass over each new tensor, and nothing here reads one before it is written.

@@ -14,6 +14,7 @@ from tempfile import mkdtemp
 
 from relax_events.broker.embedded.ports import HOST, choose_port
 from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
+from relax_events.config.facts import num_threads
 from relax_events.engines.sglang import serve
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.errors import EnvironmentProblem
@@ -110,8 +111,7 @@ class ServerProcess:
 
     def _environment(self) -> dict[str, str]:
         variables = child_environment(prefixes=SERVER_PREFIXES)
-        if self._config.threads:
-            variables["OMP_NUM_THREADS"] = str(self._config.threads)
+        variables["OMP_NUM_THREADS"] = str(num_threads(self._config.threads))
         if self._settings.device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""
         return variables

@@ -1,0 +1,51 @@
+"""How many CPU threads `threads = 0` means: one a processor, also in a worker, whose environment says `OMP_NUM_THREADS=1` to libraries."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from relax_events.config import EngineConfig, ModelConfig
+from relax_events.engines.sglang.process import ServerProcess
+from relax_events.engines.transformers import TransformersEngine
+from relax_events.errors import ConfigError
+from relax_events.training.torch_backend import make_deterministic
+
+NOWHERE = Path("nowhere")
+THREADS = pytest.mark.parametrize(("threads", "expected"), [(0, 3), (2, 2)])
+
+
+@pytest.fixture(autouse=True)
+def three_processors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the process have three processors and torch one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 5})
+    yield
+    torch.set_num_threads(before)
+
+
+@THREADS
+def test_trainer_and_scorers_take_as_many_threads(threads: int, expected: int) -> None:
+    make_deterministic(torch.device("cpu"), threads=threads)
+    assert torch.get_num_threads() == expected
+
+
+@THREADS
+def test_engine_transformers_takes_as_many_threads(threads: int, expected: int) -> None:
+    with pytest.raises(ConfigError):
+        TransformersEngine(NOWHERE, config=EngineConfig(threads=threads), model=ModelConfig(dtype="float32", path=NOWHERE))
+    assert torch.get_num_threads() == expected
+
+
+@THREADS
+def test_server_of_engine_sglang_is_told_as_many_threads(threads: int, expected: int, tmp_path: Path) -> None:
+    model = ModelConfig(dtype="float32", path=tmp_path)
+    server = ServerProcess.__new__(ServerProcess)
+    server._config, server._settings = EngineConfig(threads=threads), model
+    assert server._environment()["OMP_NUM_THREADS"] == str(expected)
