@@ -15,6 +15,7 @@ from command_line import Relax, report_of
 from confluent_kafka.schema_registry import SchemaRegistryClient
 from java_program import JavaProgram
 
+from relax_events.broker.admin import Admin
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import LogReader
 from relax_events.events.codec import EventCodec
@@ -35,11 +36,15 @@ def guest(tmp_path: Path) -> JavaProgram:
 
 def read_events(bootstrap_servers: str, run_id: str) -> dict[tuple[str, str], Any]:
     """Read a run's events as Python has them, by kind and id."""
-    reader, codec, found = LogReader(Connection(bootstrap_servers, client_id="test")), EventCodec(), {}
-    places = [("rollout.samples", 6), ("reward.scores", 6), ("control.group-outcomes", 1), ("prompt.groups", 4)]
+    connection = Connection(bootstrap_servers, client_id="test")
+    reader, codec, found = LogReader(connection), EventCodec(), {}
+    topics = {f"relax.{run_id}.{entity}" for entity in ("rollout.samples", "reward.scores", "control.group-outcomes", "prompt.groups")}
     for record in reader.read_to_end([(f"relax.{run_id}.control.schemas", 0)]):
         codec.learn(record.value)
-    wanted = [(f"relax.{run_id}.{entity}", partition) for entity, count in places for partition in range(count)]
+    admin = Admin(connection)
+    wanted = [(state.topic, state.partition) for state in admin.partitions(f"relax.{run_id}.") if state.topic in topics]
+    admin.close()
+    assert {topic for topic, _ in wanted} == topics
     for record in reader.read_to_end(wanted):
         event = codec.decode(record.value)
         found[type(event).__name__, getattr(event, "sample_id", None) or event.prompt_group_id] = event  # type: ignore[union-attr]
