@@ -224,8 +224,24 @@ class Admin:
                 self._result(future, f"deleting records below {place.topic}[{place.partition}]@{place.offset}")
 
     def groups(self, prefix: str) -> dict[str, GroupState]:
-        """Return the consumer groups whose names begin with `prefix`, with their members; share groups are not among them."""
-        listed = self._result(self._client.list_consumer_groups(request_timeout=self._timeout_seconds), "listing consumer groups")
+        """Return the consumer groups whose names begin with `prefix`, with their members; share groups are not among them.
+
+        A broker that has just come up loads them first, and is asked again until the request timeout.
+        """
+        deadline = Deadline(self._timeout_seconds)
+        while True:
+            try:
+                return self._described_groups(prefix)
+            except BrokerUnavailable:
+                if deadline.passed:
+                    raise
+                time.sleep(LEADER_CHANGE_SECONDS)
+
+    def _described_groups(self, prefix: str) -> dict[str, GroupState]:
+        what = "listing consumer groups"
+        listed = self._result(self._client.list_consumer_groups(request_timeout=self._timeout_seconds), what)
+        if listed.errors:  # of one broker among several; its groups are missing from the others' answers
+            raise translate(error_of(listed.errors[0]), what)
         names = [group.group_id for group in listed.valid if group.group_id.startswith(prefix)]
         if not names:
             return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -11,6 +12,7 @@ from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
 from relax_events.broker.connection import Connection, error_of, translate
+from relax_events.broker.deadline import Deadline
 from relax_events.errors import BrokerRefused, BrokerUnavailable
 
 GROUP_SETTINGS = (
@@ -21,6 +23,8 @@ GROUP_SETTINGS = (
     "share.record.lock.duration.ms",
     "share.delivery.count.limit",
 )
+LOAD_SECONDS = 0.2
+"""How often a broker is asked again that is loading its groups."""
 
 
 class Inventory:
@@ -39,15 +43,25 @@ class Inventory:
         return {name: len(topic.partitions) for name, topic in sorted(found.items()) if name.startswith(prefix)}
 
     def groups(self, prefix: str) -> list[str]:
-        """Return the groups whose names begin with the prefix: classic, consumer and share groups."""
-        try:
-            with warnings.catch_warnings():
-                # The call that replaces it leaves out share groups (confluent-kafka 2.16).
-                warnings.simplefilter("ignore", DeprecationWarning)
-                found = self._client.list_groups(timeout=self._timeout_seconds)
-        except KafkaException as exception:
-            raise translate(error_of(exception), "listing groups") from exception
-        return sorted(name for name in (str(group.id) for group in found) if name.startswith(prefix))
+        """Return the groups whose names begin with the prefix: classic, consumer and share groups.
+
+        A broker that has just come up loads them first, and is asked again until the request timeout.
+        """
+        deadline = Deadline(self._timeout_seconds)
+        while True:
+            try:
+                return sorted(name for name in self._list_groups() if name.startswith(prefix))
+            except KafkaException as exception:
+                error = translate(error_of(exception), "listing groups")
+                if not isinstance(error, BrokerUnavailable) or deadline.passed:
+                    raise error from exception
+            time.sleep(LOAD_SECONDS)
+
+    def _list_groups(self) -> list[str]:
+        with warnings.catch_warnings():
+            # The call that replaces it leaves out share groups (confluent-kafka 2.16).
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return [str(group.id) for group in self._client.list_groups(timeout=self._timeout_seconds)]
 
     def delete_topics(self, names: Sequence[str]) -> None:
         """Delete topics with all their records."""

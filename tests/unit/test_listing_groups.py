@@ -1,0 +1,87 @@
+"""Listing groups while a broker that has just come up still loads them."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+
+from relax_events.broker import admin, inventory
+from relax_events.broker.connection import Connection
+from relax_events.errors import BrokerRefused, BrokerUnavailable
+
+LOADING = KafkaException(KafkaError(KafkaError.COORDINATOR_LOAD_IN_PROGRESS))
+DENIED = KafkaException(KafkaError(KafkaError.CLUSTER_AUTHORIZATION_FAILED))
+
+
+def done(result: Any) -> Future[Any]:
+    """Return a future that is over."""
+    future: Future[Any] = Future()
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+    return future
+
+
+class Loading:
+    """A client whose broker answers so often with an error, as each of its calls gives it, and then with the group `relax.t.reward`."""
+
+    def __init__(self, num_errors: int, error: KafkaException = LOADING) -> None:
+        self.num_errors, self.error = num_errors, error
+
+    def _is_bad(self) -> bool:
+        self.num_errors -= 1
+        return self.num_errors >= 0
+
+    def list_groups(self, *, timeout: float) -> list[Any]:
+        if self._is_bad():
+            raise self.error
+        return [SimpleNamespace(id="other"), SimpleNamespace(id="relax.t.reward")]
+
+    def list_consumer_groups(self, *, request_timeout: float) -> Future[Any]:
+        return done(SimpleNamespace(valid=[], errors=[self.error]) if self._is_bad() else SimpleNamespace(valid=self.list_groups_found(), errors=[]))
+
+    def list_groups_found(self) -> list[Any]:
+        return [SimpleNamespace(group_id="relax.t.reward")]
+
+    def describe_consumer_groups(self, names: list[str], *, request_timeout: float) -> dict[str, Future[Any]]:
+        described = SimpleNamespace(group_id=names[0], state=SimpleNamespace(name="EMPTY"), members=[])
+        return {name: done(self.error if self._is_bad() else described) for name in names}
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory, "LOAD_SECONDS", 0.0)
+    monkeypatch.setattr(admin, "LEADER_CHANGE_SECONDS", 0.0)
+
+
+def listed(monkeypatch: pytest.MonkeyPatch, client: Loading, kind: str, seconds: float = 10.0) -> list[str]:
+    """List groups over a client as either class does."""
+    connection = Connection("127.0.0.1:1", request_timeout_seconds=seconds, client_id="test")
+    module, face = (inventory, inventory.Inventory) if kind == "inventory" else (admin, admin.Admin)
+    monkeypatch.setattr(module, "AdminClient", lambda settings: client)
+    return list(face(connection).groups("relax."))
+
+
+@pytest.mark.parametrize("num_errors", [1, 2])
+@pytest.mark.parametrize("kind", ["inventory", "admin"])
+def test_groups_are_asked_for_again_while_they_are_loaded(monkeypatch: pytest.MonkeyPatch, kind: str, num_errors: int) -> None:
+    assert listed(monkeypatch, Loading(num_errors), kind) == ["relax.t.reward"]
+
+
+@pytest.mark.parametrize("kind", ["inventory", "admin"])
+def test_groups_are_unavailable_at_the_deadline(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    with pytest.raises(BrokerUnavailable, match=r"listing .*groups: COORDINATOR_LOAD_IN_PROGRESS"):
+        listed(monkeypatch, Loading(1_000_000_000), kind, seconds=0.01)
+
+
+@pytest.mark.parametrize("kind", ["inventory", "admin"])
+def test_refusal_is_told_at_once(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    client = Loading(1, DENIED)
+    with pytest.raises(BrokerRefused, match=r"listing .*groups"):
+        listed(monkeypatch, client, kind)
+    assert client.num_errors == 0
