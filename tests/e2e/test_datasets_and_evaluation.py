@@ -14,6 +14,7 @@ from pyarrow import parquet as pq
 
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import LogReader
+from relax_events.broker.inventory import Inventory
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import Event, PolicyEvaluated, PromptGroupIssued, TrainStepCommitted
 
@@ -65,10 +66,11 @@ def mixed_run(tmp_path: Path, run_file: Path) -> Path:
     return run_file
 
 
-def events_of(bootstrap_servers: str, run_id: str, entity: str, *, num_partitions: int = 1) -> list[Event]:
+def events_of(bootstrap_servers: str, run_id: str, entity: str) -> list[Event]:
     """Read a topic of a run from the log."""
-    reader, codec = LogReader(Connection(bootstrap_servers, client_id="test")), EventCodec()
-    records = reader.read_to_end((f"relax.{run_id}.{entity}", partition) for partition in range(num_partitions))
+    connection, topic = Connection(bootstrap_servers, client_id="test"), f"relax.{run_id}.{entity}"
+    reader, codec = LogReader(connection), EventCodec()
+    records = reader.read_to_end((topic, partition) for partition in range(Inventory(connection).topics(topic)[topic]))
     reader.close()
     return [codec.decode(record.value) for record in records]
 
@@ -85,7 +87,7 @@ def test_run_mixes_datasets_and_evaluates_its_versions(relax: Relax, mixed_run: 
     report = report_of(mixed_run.parent, run_id)
     assert (report["steps"], report["ledger_problems"]) == (3, [])
 
-    issued = [event for event in events_of(bootstrap_servers, run_id, "prompt.groups", num_partitions=4) if isinstance(event, PromptGroupIssued)]
+    issued = [event for event in events_of(bootstrap_servers, run_id, "prompt.groups") if isinstance(event, PromptGroupIssued)]
     firsts = [event for event in issued if event.attempt == 0]
     kinds = Counter(orjson.loads(event.metadata).get("kind", "word") for event in firsts)
     assert len(firsts) == 12

@@ -15,9 +15,9 @@ from command_line import Relax, report_of
 from confluent_kafka.schema_registry import SchemaRegistryClient
 from java_program import JavaProgram
 
-from relax_events.broker.admin import Admin
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import LogReader
+from relax_events.broker.inventory import Inventory
 from relax_events.events.codec import EventCodec
 from relax_events.events.releases import current_release
 from relax_events.events.schemas import schema_directory
@@ -38,14 +38,11 @@ def read_events(bootstrap_servers: str, run_id: str) -> dict[tuple[str, str], An
     """Read a run's events as Python has them, by kind and id."""
     connection = Connection(bootstrap_servers, client_id="test")
     reader, codec, found = LogReader(connection), EventCodec(), {}
-    topics = {f"relax.{run_id}.{entity}" for entity in ("rollout.samples", "reward.scores", "control.group-outcomes", "prompt.groups")}
+    counts = Inventory(connection).topics(f"relax.{run_id}.")
+    topics = [f"relax.{run_id}.{entity}" for entity in ("rollout.samples", "reward.scores", "control.group-outcomes", "prompt.groups")]
     for record in reader.read_to_end([(f"relax.{run_id}.control.schemas", 0)]):
         codec.learn(record.value)
-    admin = Admin(connection)
-    wanted = [(state.topic, state.partition) for state in admin.partitions(f"relax.{run_id}.") if state.topic in topics]
-    admin.close()
-    assert {topic for topic, _ in wanted} == topics
-    for record in reader.read_to_end(wanted):
+    for record in reader.read_to_end((topic, partition) for topic in topics for partition in range(counts[topic])):
         event = codec.decode(record.value)
         found[type(event).__name__, getattr(event, "sample_id", None) or event.prompt_group_id] = event  # type: ignore[union-attr]
     reader.close()
