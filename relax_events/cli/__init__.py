@@ -15,6 +15,7 @@ from relax_events.errors import EnvironmentProblem, RelaxError
 from relax_events.printable import PrintableStream, printable
 
 INTERRUPTED = 130
+TERMINATED = 128 + signal.SIGTERM
 READER_LEFT = 141
 """As a shell reports a program that ended because nobody reads its output any more: 128 + SIGPIPE."""
 NO_ROOM_OR_RIGHT = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
@@ -32,6 +33,11 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except SystemExit as ended:
+        if _is_worker() and ended.code == TERMINATED:  # for the reason that `_end_worker` has
+            sys.stdout.flush()
+            os._exit(TERMINATED)
+        raise
     except BrokenPipeError:
         if not _reader_has_left():
             raise
@@ -81,8 +87,9 @@ def _called() -> object:
 
         health()
         return None
-    for number in (signal.SIGTERM, signal.SIGHUP):  # a broker that is up for this command goes down with it; workers and runs have their own way
-        if not _is_worker() and signal.getsignal(number) is signal.SIG_DFL:
+    # A broker that is up for this command goes down with it. Runs have a way of their own, and so have workers from when they drain on signals.
+    for number in (signal.SIGTERM,) if _is_worker() else (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _end)
     import structlog
 

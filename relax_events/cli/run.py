@@ -63,8 +63,8 @@ def worker(role: str, config: Path, *overrides: str, index: int | Literal["host"
     settings = load_run_config(config, overrides)
     start, number = load_role(role), index_of_host() if index == "host" else index
     keep_private(settings)
-    end_with_supervisor(drain_seconds=settings.workers.drain_seconds)
     with attached(settings, by=f"relax worker {role}", principal=role, brings_up=False) as settings:
+        end_with_supervisor(drain_seconds=settings.workers.drain_seconds)  # only now: the last one that uses a broker stops it
         open_admin(settings, name=f"{role}-{number}", timeout_seconds=settings.broker.request_timeout_seconds)  # it may still be starting
         start(settled_worker(settings, role), index=number)
 

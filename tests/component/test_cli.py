@@ -18,6 +18,22 @@ from relax_events.cli.commands import COMMANDS, help_text
 from relax_events.errors import BrokerUnavailable, CheckFailed, ConfigError, Fenced, RelaxError, RunFailed, SchemaError
 from relax_events.telemetry.final_error import read_final_error
 
+EARLY_END = """
+import contextlib, os, signal, sys, threading
+from relax_events import cli
+from relax_events.cli import app
+
+def work():
+    with contextlib.ExitStack() as uses:
+        uses.callback(print, "gave back")
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait()
+
+app.app = work
+sys.argv = ["relax", "worker", "reward", "x.toml"]
+threading.Thread(target=threading.Event().wait).start()  # as a client that was left open: it never ends
+cli.main()
+"""
 ROOT = Path(__file__).parents[2]
 HEAVY = ("pydantic", "numpy", "torch", "confluent_kafka", "fastavro", "rich", "cyclopts")
 HELP = f"""
@@ -111,6 +127,11 @@ def test_worker_that_fails_ends_at_once_with_its_error_as_the_last_line_of_its_l
     assert final is not None
     assert (str(final), final.exit_code) == (f"{type(error).__name__}: {error}", code)
     assert read_final_error(log, pid=1) is None, "another process wrote it"
+
+
+def test_worker_that_is_ended_before_it_drains_on_signals_gives_back_what_it_uses() -> None:
+    ended = subprocess.run([sys.executable, "-c", EARLY_END], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (143, "gave back\n")
 
 
 def test_interrupt_ends_with_the_shells_code(monkeypatch: pytest.MonkeyPatch) -> None:
