@@ -17,7 +17,7 @@ COMMANDS = {
     "runs": ("relax_events.cli.runs:app", "The runs of a cluster: list, show, stop, timeline, replay, fork, delete."),
     "scale": ("relax_events.cli.scale:app", "Have workers come and go while a run goes on: out, in, status, cancel."),
     "lineage": ("relax_events.cli.lineage:app", "Follow weights back to their data and data to the weights: version, sample, prompt."),
-    "rewards": ("relax_events.cli.rewards:app", "Look at the reward functions that score samples, and try them: list, show, score."),
+    "rewards": ("relax_events.cli.rewards:app", "Look at the reward functions that score samples, and try them: list, show, score, compare."),
     "rescore": ("relax_events.cli.rescore:rescore", "Run another reward function over a run's samples and compare."),
     "deadletter": ("relax_events.cli.deadletter:app", "Look after records that roles could not use: list, show, requeue, drop."),
     "schemas": ("relax_events.cli.schemas:app", "Show and check the contract of the log: check, diff, show, release."),
