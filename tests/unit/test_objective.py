@@ -120,7 +120,7 @@ def policy_loss(algorithm: AlgorithmConfig, row: dict[str, float], rows: list[di
     ratio, advantage = math.exp(row["logprobs"] - row["old"]), row["advantages"]
     if algorithm.name == "rloo":
         return -advantage * row["logprobs"]
-    if algorithm.name == "opd":
+    if algorithm.name in ("opd", "opo"):
         return -advantage * ratio
     if algorithm.name == "sapo":
         tau = algorithm.gate_positive if advantage > 0 else algorithm.gate_negative
