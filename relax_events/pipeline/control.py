@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
@@ -12,7 +13,7 @@ import structlog
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import LogReader
 from relax_events.broker.records import Record
-from relax_events.errors import AccessDenied, BrokerError, ClientFailed, CorruptRecord, RelaxError, SchemaError
+from relax_events.errors import AccessDenied, BrokerError, BrokerUnavailable, ClientFailed, CorruptRecord, RelaxError, SchemaError
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Command
 from relax_events.events.types import EnginesEnlisted, Event, PolicyVersionPublished, RunCommanded
@@ -28,6 +29,8 @@ ALWAYS = (*WHOLE, PUBLICATIONS)
 RECENT_REPORTS = 500
 """Reports of metrics of each role that a follower reads back at its start: the newest of each worker are among them."""
 STOP_SECONDS = 5.0
+SILENT_SECONDS = 60.0
+"""After so long without a record the thread asks whether its client still finds a broker."""
 NO_BEGINS: Mapping[str, int] = MappingProxyType({})
 Listener = Callable[[Event], None]
 
@@ -65,6 +68,7 @@ class ControlFollower:
         self._published: set[tuple[str, bytes]] = set()
         self.latest: PolicyVersionPublished | None = None
         self.enlisted: EnginesEnlisted | None = None
+        self._heard_at = time.monotonic()
         self._checking: LogReader | None = None
         self._checked_to, self._checked_version = 0, -1
         self._reader = LogReader(connection)
@@ -127,10 +131,20 @@ class ControlFollower:
         Raises:
             BrokerError: The log can't be read.
         """
-        place = (self._plan.topic(PUBLICATIONS), 0)
-        start = max(self._checked_to, self.position(PUBLICATIONS) - 1)  # the thread may not have taken in the last one that it has read
         if self.policy_version >= version:
             return True
+        try:
+            self._read_publications()
+        except BrokerUnavailable as error:  # a client that was cut off may never find the brokers again, where a new one does
+            log.warning("control.asked_again", error=str(error))
+            self._drop_checking()
+            self._read_publications()
+        return max(self._checked_version, self.policy_version) >= version
+
+    def _read_publications(self) -> None:
+        """Read on to the end of the publications, by a client of its own: the thread has the other one."""
+        place = (self._plan.topic(PUBLICATIONS), 0)
+        start = max(self._checked_to, self.position(PUBLICATIONS) - 1)  # the thread may not have taken in the last one that it has read
         if self._checking is None:
             self._checking = LogReader(self._connection, fetch_wait_ms=1)
         end = self._checking.watermarks(*place)[1]
@@ -140,7 +154,11 @@ class ControlFollower:
                 if isinstance(event, PolicyVersionPublished):
                     self._checked_version = max(self._checked_version, event.policy_version)
         self._checked_to = max(self._checked_to, end)
-        return max(self._checked_version, self.policy_version) >= version
+
+    def _drop_checking(self) -> None:
+        checking, self._checking = self._checking, None
+        if checking is not None:
+            checking.close()
 
     def learn_schemas(self) -> None:
         """Read control.schemas to its end now: someone used a schema that is new to us."""
@@ -176,8 +194,7 @@ class ControlFollower:
         """Stop following, and close the connections."""
         self.stop()
         self._reader.close()
-        if self._checking is not None:
-            self._checking.close()
+        self._drop_checking()
 
     def check(self) -> None:
         """Raise what ended the following; the work loop asks, since it would never hear of a version or a command again.
@@ -209,6 +226,28 @@ class ControlFollower:
             return
         for record in records:
             self._hear(record)
+        if records:
+            self._heard_at = time.monotonic()
+        elif time.monotonic() - self._heard_at > SILENT_SECONDS:
+            self._renew_reader()
+            self._heard_at = time.monotonic()
+
+    def _renew_reader(self) -> None:
+        """Read on with a new client where ours finds no broker and a new one does.
+
+        A client that was told of no brokers at all, as by a controller that takes the only one for gone, may never find them again (librdkafka
+        issue 5301).
+        """
+        if self._reader.cluster_id(self._schemas_topic):
+            return
+        reader = LogReader(self._connection)
+        if not reader.cluster_id(self._schemas_topic):
+            reader.close()  # the brokers are away
+            return
+        log.warning("control.client_renewed")
+        self._reader, cut_off = reader, self._reader
+        self._reader.assign({place: self._learnt.get(place, start) for place, start in self._starts.items()})
+        cut_off.close()
 
     def _hear(self, record: Record) -> None:
         event = self._take(record)

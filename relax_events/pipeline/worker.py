@@ -18,7 +18,7 @@ from relax_events.broker.records import POLICY_VERSION_HEADER, OutRecord, Record
 from relax_events.broker.registry import open_codec
 from relax_events.config import RunConfig
 from relax_events.errors import (
-    BrokerError,
+    ClientFailed,
     CorruptRecord,
     Fenced,
     ForeignRecord,
@@ -47,7 +47,7 @@ from relax_events.topics import TopicPlan
 from relax_events.topics.plan import HEARTBEATS, METRICS
 
 log = structlog.get_logger()
-ANNOUNCEMENT_SECONDS = 5.0
+ANNOUNCEMENT_SECONDS = 30.0
 ANSWER_SECONDS = 5.0
 """A broker that has not acknowledged a beat for so long is away."""
 RESTART_CODE = 8
@@ -291,21 +291,21 @@ class Worker(AbstractContextManager["Worker"]):
         """Wait a moment for a version that a sample names: the sample may overtake the announcement, which is on another topic.
 
         A sample is written after its version is published, so the log tells at once whether there is something to wait for: records of versions
-        that never were cost no time.
+        that never were cost no time. That the log can't be asked says nothing of the sample: the worker ends, and the next one reads it again.
 
         Raises:
             PoisonSample: The version is not published.
+            BrokerError: The log can't be asked.
+            ClientFailed: The version is published, and our client of the control topics does not hear of it.
         """
         known = self.control.policy_version
         if not 0 <= known < policy_version:
             return
-        try:
-            is_coming = self.control.is_published(policy_version)
-        except BrokerError as error:
-            log.warning("policy_version.unproven", policy_version=policy_version, error=str(error))
-            is_coming = True
-        if not is_coming or not self.control.wait_for_version(policy_version, timeout_seconds=ANNOUNCEMENT_SECONDS):
+        if not self.control.is_published(policy_version):
             raise PoisonSample(f"the sample is of policy version {policy_version}, which was never published; the newest is {known}")
+        if not self.control.wait_for_version(policy_version, timeout_seconds=ANNOUNCEMENT_SECONDS):
+            what = f"policy version {policy_version} is published, and the client of the control topics has not read of it"
+            raise ClientFailed(f"{what} within {ANNOUNCEMENT_SECONDS:g} s, only up to {known}; this process must start again to hear of versions")
 
     def is_expired(self, policy_version: int | None) -> bool:
         """Tell whether a version has left the window, as far as this worker knows."""

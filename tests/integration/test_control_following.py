@@ -15,10 +15,11 @@ from event_samples import committed, ended, published, rolled_out
 
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import LogReader
+from relax_events.broker.embedded.ports import choose_port
 from relax_events.broker.producer import RecordProducer
 from relax_events.broker.records import OutRecord, Record
 from relax_events.config import RunConfig
-from relax_events.errors import ClientFailed, ConfigError, CorruptRecord, PoisonSample
+from relax_events.errors import BrokerUnavailable, ClientFailed, ConfigError, CorruptRecord, PoisonSample
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Command, Outcome, StoredArray, WorkerState
 from relax_events.events.types import Event, MetricsReported, PolicyVersionPublished, PromptGroupEnded, RunCommanded, SampleRolledOut, WorkerBeat
@@ -137,6 +138,42 @@ def test_sample_of_a_version_that_was_never_published_is_refused_without_waiting
     tell("control.policy-versions", published(1))
     worker.await_published(1)  # whether or not the follower has read it
     assert worker.control.policy_version == 1
+
+
+def test_follower_that_lost_its_brokers_for_good_reads_on_with_a_new_client(
+    connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relax_events.pipeline.control.SILENT_SECONDS", 0.2)
+    tell("control.policy-versions", published(0))
+    follower = ControlFollower(connection, plan, EventCodec())
+    follower._reader.close()
+    follower._reader = LogReader(Connection(f"127.0.0.1:{choose_port()}", request_timeout_seconds=1.0))
+    follower._starts = {(plan.topic("control.policy-versions"), 0): 0}
+    follower._thread.start()
+    for version in (1, 2):
+        tell("control.policy-versions", published(version))
+        assert follower.wait_for_version(version, timeout_seconds=TIMEOUT_SECONDS)
+    follower.close()
+
+
+def test_sample_is_no_poison_where_the_clients_of_a_worker_hear_nothing(
+    worker: Worker, tell: Callable[[str, Event], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client may lose all brokers and never find them again: the worker must end, and the next one takes the sample."""
+    tell("control.policy-versions", published(0))
+    worker.follow()
+    turn_until(lambda: worker.control.policy_version == 0)
+    worker.control.stop()
+    tell("control.policy-versions", published(1))
+    monkeypatch.setattr("relax_events.pipeline.worker.ANNOUNCEMENT_SECONDS", 0.1)
+    cut_off = Connection(f"127.0.0.1:{choose_port()}", request_timeout_seconds=1.0)
+    worker.control._checking = LogReader(cut_off)
+    with pytest.raises(ClientFailed, match="policy version 1 is published, and the client of the control topics has not read of it"):
+        worker.await_published(1)
+    monkeypatch.setattr(worker.control, "_connection", cut_off)
+    worker.control._drop_checking()
+    with pytest.raises(BrokerUnavailable):
+        worker.await_published(1)
 
 
 def test_version_that_the_follower_has_not_read_is_found_on_the_log(
