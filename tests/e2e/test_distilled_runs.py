@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from command_line import Relax, report_of
 
@@ -41,9 +42,10 @@ def test_policy_comes_nearer_to_its_teacher(relax: Relax, run_file: Path, bootst
 def test_drawn_tokens_are_distilled_again_with_another_coefficient(
     relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, teacher: Path, tmp_path: Path
 ) -> None:
-    distil(relax, run_file, bootstrap_servers, f"teacher.model_path={teacher}", "run.groups_per_step=8", "run.num_steps=15")
+    sync = ("run.mode=sync", "run.max_staleness=0")  # each step's samples are the same however fast the machine is
+    distil(relax, run_file, bootstrap_servers, f"teacher.model_path={teacher}", "run.groups_per_step=8", "run.num_steps=20", *sync)
     first = curves_of(run_file, run_id)
-    assert sum(first["teacher_kl"][-3:]) < 0.85 * sum(first["teacher_kl"][:3])
+    assert np.mean(first["teacher_kl"][-10:]) < 0.9 * np.mean(first["teacher_kl"][:3]), "of the drawn tokens alone: one step's varies by a tenth"
     where = ("--bootstrap-servers", bootstrap_servers, "--directory", str(tmp_path / ".relax"), "--trust-source")
     again = relax("runs", "replay", run_id, f"{run_id}-b", "algorithm.distill_coefficient=0.5", *where, timeout_seconds=200)
     assert again.code == 0, again.err
