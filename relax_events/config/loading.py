@@ -21,6 +21,8 @@ ENVIRONMENT_PREFIX = "RELAX_"
 DATA_SUFFIXES = (".jsonl", ".parquet", ".arrow")
 MAX_DEPTH = 64
 """Of sections and lists within each other; those of a run file are some six deep."""
+MAX_TOLD = 20
+"""Problems of a run file that are told of: to find the key that was meant takes some milliseconds each."""
 HOUSE_FORM = {
     "Input should be": "must be",
     "String should match pattern": "must match",
@@ -65,7 +67,9 @@ def load_run_config(path: Path, overrides: Iterable[str] = (), environment: Mapp
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(item, path) for item in error.errors())) from None
+        found = error.errors()
+        more = [f"{path}: {len(found) - MAX_TOLD} problems more"] if len(found) > MAX_TOLD else []
+        raise ConfigError("\n".join([*(_explain(item, path) for item in found[:MAX_TOLD]), *more])) from None
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -83,10 +83,11 @@ class JsonlSource:
         from relax_events.data.arrow import pa
 
         unpacked = tempfile.TemporaryFile()  # noqa: SIM115  # it ends with this source
+        block = memoryview(bytearray(BLOCK_BYTES))  # pyarrow's `read` would lose the block that it makes where the file is damaged
         try:
             with pa.CompressedInputStream(packed, COMPRESSED[self._path.suffix]) as stream:
-                while block := stream.read(BLOCK_BYTES):
-                    unpacked.write(block)
+                while num_bytes := stream.readinto(block):
+                    unpacked.write(block[:num_bytes])
                     self._require_bounded(unpacked.tell(), packed_bytes=os.fstat(packed.fileno()).st_size)
         except OSError as error:
             unpacked.close()

@@ -208,6 +208,13 @@ def test_settings_that_are_nested_without_end_are_refused(run_file: Path, deep: 
         load_run_config(run_file)
 
 
+def test_many_problems_are_told_of_in_part(run_file: Path) -> None:
+    lines = error_of(run_file, *(f"run.key{number}=1" for number in range(1000))).splitlines()
+    assert len(lines) == 21
+    assert lines[0].startswith("unknown key run.key0;")
+    assert lines[-1] == "980 problems more"
+
+
 def test_configuration_is_frozen(run_file: Path) -> None:
     with pytest.raises(ValueError, match="frozen"):
         load(run_file).run.seed = 2  # type: ignore[misc]
