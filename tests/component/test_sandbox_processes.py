@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ import pytest
 from escape_program import KINDS, walls_of
 from ordinary_user import ORDINARY_USER, as_ordinary_user
 
-from relax_events.sandbox import Limits, Sandbox, Verdict
+from relax_events.sandbox import Limits, Sandbox, Verdict, box
 
 ROOT = Path(__file__).parents[2]
 NUM_ELSEWHERE = 100
@@ -88,12 +89,15 @@ def first_to_go() -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_program_goes_first_where_memory_runs_out(kind: str) -> None:
+def test_program_goes_first_where_memory_runs_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if (found := walls_of(kind)) is None:
         pytest.skip(f"this machine builds no walls of {kind}")
     program = "import time\ntime.sleep(600)\n"
+    stand, await_walls = threading.Event(), box._Process._await_walls
+    monkeypatch.setattr(box._Process, "_await_walls", lambda process, started: (await_walls(process, started), stand.set()))
     with ThreadPoolExecutor(1) as pool, Sandbox(program, Limits(seconds=60), walls=found) as sandbox:
         ending = pool.submit(sandbox.run_with_input, "")
+        assert stand.wait(60), "before the walls stand its end is one of the sandbox"
         deadline = time.monotonic() + 60
         while not (going := first_to_go()) and time.monotonic() < deadline:
             time.sleep(0.01)
