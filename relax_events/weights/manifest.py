@@ -93,10 +93,10 @@ class WeightManifest:
             files = tuple(_reference(file) for file in value["files"])
             base = Base(_reference(value["base"]), bytes.fromhex(value["base"]["weights_digest"])) if value["format"] != FORMAT else None
             tensors = tuple(_tensor(item) for item in value["tensors"])
-            changed = frozenset(value.get("changed", ()))
+            changed = frozenset(_text(name) for name in value.get("changed", ()))
             in_transit = bytes.fromhex(value["in_transit"]) if "in_transit" in value else None
             digest = bytes.fromhex(value["digest"])
-            return cls(value["policy_version"], value["model_type"], digest, files, tensors, base, changed, in_transit)
+            return cls(_number(value["policy_version"]), _text(value["model_type"]), digest, files, tensors, base, changed, in_transit)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WeightsError(f"weight manifest can't be read: {type(error).__name__}: {error}") from error
 
@@ -106,11 +106,21 @@ def tensor_header(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
     return f"{name}\0{dtype}\0{list(shape)}\0".encode()
 
 
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a text is needed, got {str(value)[:200]}")
+    return value
+
+
+def _number(value: object) -> int:
+    if type(value) is not int:
+        raise TypeError(f"a whole number is needed, got {str(value)[:200]}")
+    return value
+
+
 def _tensor(value: Mapping[str, Any]) -> TensorEntry:
-    entry = TensorEntry(value["name"], value["dtype"], tuple(value["shape"]), value["file"])
-    if not (isinstance(entry.name, str) and isinstance(entry.dtype, str) and all(type(number) is int for number in (*entry.shape, entry.file))):
-        raise TypeError(f"a tensor has a name, a dtype, a shape and the number of its file, got {str(entry)[:200]}")
-    return entry
+    shape = tuple(_number(length) for length in value["shape"])
+    return TensorEntry(_text(value["name"]), _text(value["dtype"]), shape, _number(value["file"]))
 
 
 def _reference_value(reference: ObjectRef) -> dict[str, Any]:
@@ -118,4 +128,4 @@ def _reference_value(reference: ObjectRef) -> dict[str, Any]:
 
 
 def _reference(value: Mapping[str, Any]) -> ObjectRef:
-    return ObjectRef(value["uri"], bytes.fromhex(value["digest"]), value["num_bytes"])
+    return ObjectRef(_text(value["uri"]), bytes.fromhex(value["digest"]), _number(value["num_bytes"]))

@@ -134,6 +134,12 @@ def test_read_weights_names_the_file_when_a_bit_was_flipped(store: ObjectStore) 
             lambda manifest: manifest | {"tensors": [manifest["tensors"][0] | {"shape": [1]}, *manifest["tensors"][1:]]},
             r"must be float32 \[1\], got float32 \[\]",
         ),
+        (lambda manifest: manifest | {"policy_version": [[]]}, r"a whole number is needed, got \[\[\]\]"),
+        (lambda manifest: manifest | {"model_type": {"deep": 1}}, "a text is needed, got {'deep': 1}"),
+        (lambda manifest: manifest | {"changed": [1], "format": 2, "base": manifest["files"][0] | {"weights_digest": ""}}, "a text is needed, got 1"),
+        (lambda manifest: manifest | {"files": [manifest["files"][0] | {"num_bytes": "9"}]}, "a whole number is needed, got 9"),
+        (lambda manifest: manifest | {"files": [manifest["files"][0] | {"uri": None}]}, "a text is needed, got None"),
+        (lambda manifest: manifest | {"tensors": [manifest["tensors"][0] | {"file": True}]}, "a whole number is needed, got True"),
     ],
 )
 def test_read_weights_says_why_when_the_manifest_does_not_fit(store: ObjectStore, alter: Callable[[dict[str, object]], object], text: str) -> None:
