@@ -5,7 +5,7 @@ BIN := .venv/bin
 UV := $(BIN)/uv
 INSTALL := $(UV) pip install --compile-bytecode --quiet --python $(BIN)/python --no-deps
 
-.PHONY: help setup sglang quickstart test test-fast test-ci test-all test-kernels faults soak lint lock bench stack stack-pins stack-alerts stack-mistakes stack-escapes stack-down stack-faults clean
+.PHONY: help setup sglang trl quickstart test test-fast test-ci test-all test-kernels faults soak lint lock bench stack stack-pins stack-alerts stack-mistakes stack-escapes stack-down stack-faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -30,6 +30,9 @@ sglang: .venv-sglang/.ready ## Make an environment for SGLang beside ours, which
 	echo "import site; site.addsitedir('$$($(BIN)/python -c $(PURELIB))')" > "$$(.venv-sglang/bin/python -c $(PURELIB))/ours.pth"
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements/sglang.txt
 	touch $@
+
+trl: setup ## Make an environment for TRL beside ours (the benchmarks beside it, and the test that its reference numbers are its own)
+	$(BIN)/python -c "from benchmarks import environment; environment.python('trl')"
 
 quickstart: setup ## Train a tiny model on this machine, every role its own process, on a real Kafka broker
 	$(BIN)/relax run configs/quickstart.toml

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from benchmarks.environment import pinned
 from relax_events import errors
 from relax_events.algorithms.describing import describe, installed_algorithms
 from relax_events.broker.records import POLICY_VERSION_HEADER
@@ -127,7 +128,11 @@ def algorithms_page() -> str:
         "`kl_coefficient` times the KL estimate, where `kl_placement` is `loss`, `distill_coefficient` times the divergence from the teacher, "
         "where `distill_placement` is `loss`, and `-entropy_coefficient` times the entropy.\n\n"
         "A step's loss and gradient don't depend on how its samples were ordered, cut into micro-batches, packed or spread over ranks: relative "
-        "differences are below 1e-11 in float64 and 1e-4 in float32 (`tests/property/test_loss_invariance.py`)."
+        "differences are below 1e-11 in float64 and 1e-4 in float32 (`tests/property/test_loss_invariance.py`).\n\n"
+        "Losses, gradients and advantages of grpo, dapo, dr_grpo, gspo, gspo_token, sapo, cispo, gmpo, rloo, dpo and ipo, the KL and entropy terms, "
+        "corrections, off-policy sequence masks and the divergences of a distillation are those of TRL's trainers on the same inputs, losses and "
+        f"gradients within 1e-9 (`tests/unit/test_beside_trl.py`): release {pinned('trl', 'trl')} wrote `tests/data/trl.json`, and after `make trl` a test "
+        "runs it again. That release has no PPO."
     )
     parts = ["# Algorithms", lead]
     for spec in installed_algorithms():
