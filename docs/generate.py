@@ -36,19 +36,21 @@ from relax_events.topics import TopicPlan
 FOLDER = Path(__file__).parent / "reference"
 CONVENTIONS = """## Conventions
 
-Where implementations differ, this is what is done here, and by whom otherwise.
+Where implementations differ, this is what is done here, and by whom otherwise: in TRL 1.16.0, and for the others in their public
+repositories, each in the one version that was read.
 
 | question | here | elsewhere |
 |---|---|---|
-| Deviation of a prompt group: n or n - 1 | n - 1 | TRL, verl and NeMo-RL n - 1, rLLM n; the papers don't say. For 8 samples the two differ by 7 %, alike for all prompts |
-| What is added to it | 1e-6, in units of the reward; equal rewards give exact zeros | verl 1e-6, TRL 1e-4 |
-| Lone sample of a prompt | advantage 0 (grpo, opo, maxrl), an error (rloo), its reward (reinforce_plus_plus) | verl keeps its reward, NeMo-RL gives 0 |
+| Deviation of a prompt group: n or n - 1 | n - 1; `std_correction = 0` for n | verl, slime, NeMo-RL, OpenRLHF and TRL's GRPOTrainer n - 1, rLLM and TRL's AsyncGRPOTrainer n, AReaL either (`std_unbiased`); the papers don't say. For 8 samples the two differ by 7 %, alike for all prompts |
+| What is added to it | 1e-6, in units of the reward; equal rewards give exact zeros | verl, slime and NeMo-RL 1e-6, TRL 1e-4 (AsyncGRPOTrainer 1e-8), AReaL 1e-5, OpenRLHF 1e-9, rLLM nothing |
+| Lone sample of a prompt | advantage 0 (grpo, opo, maxrl), an error (rloo), its reward (reinforce_plus_plus) | verl and rLLM keep its reward, also without a deviation and in verl's rloo and opo; NeMo-RL and, in evaluation, TRL give 0 |
 | Deviation of a batch, group mean (`whiten_advantages = "rewards"`) | of the rewards as scored, n - 1. The batch is the train step: all samples with loss tokens, over all micro-batches and ranks; prompt groups that were filtered, failed or expired are not among them. Equal rewards leave advantages as they are | TRL's `scale_rewards = "batch"` the same, over the batch that was generated, and 1e-4 is added |
-| Deviation of a batch, of centred rewards (`"tokens"`, `"samples"`) | n, over the step's loss tokens, each counted, or its samples; 1e-8 is added. The mean is taken off again | REINFORCE++ as `"tokens"`; TRL's RLOO `normalize_advantages` as `"samples"`, n - 1 |
-| Samples cut off by their length | trained (`truncated_samples = "train"`); `mask` takes their loss, `leave_out` their reward in the prompt group's statistics besides. They count in no mean of the loss. A prompt group of them alone is filtered, and another issued | DAPO's overlong filtering and TRL's `mask_truncated_completions` as `mask`; TRL counts them in the mean over samples |
+| Deviation of a batch, of centred rewards (`"tokens"`, `"samples"`) | n, over the step's loss tokens, each counted, or its samples; 1e-8 is added; `std_correction = 1` for n - 1. The mean is taken off again | over tokens NeMo-RL n, verl n - 1; both take 1e-8 into the variance (NeMo-RL as its least, verl adds it). Over samples TRL's RLOO `normalize_advantages` and NeMo-RL's GDPO n - 1 |
+| Samples cut off by their length | trained (`truncated_samples = "train"`); `mask` takes their loss, `leave_out` their reward in the prompt group's statistics besides. They count in no mean of the loss. A prompt group of them alone is filtered, and another issued | DAPO's overlong filtering and TRL's `mask_truncated_completions` as `mask`; TRL counts them in the mean over samples, and with `constant_length` |
 | Value behind a sample that was cut off | 0; with `bootstrap_truncated` the critic's value at its last loss token, since none is recorded behind it | verl and OpenRLHF 0; Stable-Baselines3 the value of the state behind |
-| Masked tokens between turns, in GAE and discounted returns | passed over: the next loss token follows | verl's `compute_gae_advantage_return` the same; its REINFORCE++ starts again from 0 behind each masked token |
-| Deviation beside a leave-one-out mean | of the whole prompt group | AReaL the same; NeMo-RL leaves the sample out of it, too |
+| Masked tokens between turns, in GAE and discounted returns | passed over: the next loss token follows | verl's `compute_gae_advantage_return` and NeMo-RL the same; verl's REINFORCE++ starts again from 0 behind each masked token; OpenRLHF takes their values and rewards for 0 and discounts over them |
+| Deviation beside a leave-one-out mean | of the whole prompt group, around its mean | AReaL of the whole prompt group, around the means of the others: n / (n - 1) times as large; NeMo-RL leaves the sample out of it, too, and divides nothing where it is 0 |
+| KL term of the loss | the estimate as it is; `kl_unbiased` multiplies it by the ratio | TRL multiplies it unless `use_bias_correction_kl = false` |
 """
 HEADERS = f"""## Headers
 

@@ -24,7 +24,7 @@ class GroupRewards:
 
 
 def group_advantages(
-    rewards: Float[np.ndarray, "prompt_groups samples"], *, normalise_std: bool = True, eps: float = 1e-6
+    rewards: Float[np.ndarray, "prompt_groups samples"], *, normalise_std: bool = True, std_correction: int | None = None, eps: float = 1e-6
 ) -> Float32[np.ndarray, "prompt_groups samples"]:
     """Centre rewards within each prompt group, and scale them by the group's standard deviation (GRPO).
 
@@ -33,6 +33,7 @@ def group_advantages(
     Args:
         rewards: Scalar reward of each sample, unitless; one row for each prompt group.
         normalise_std: Divide by the standard deviation; without it, advantages keep the unit of the reward (Dr. GRPO).
+        std_correction: What is taken off the number of samples in the standard deviation, 0 or 1; None for 1.
         eps: Added to the standard deviation, same unit as the reward.
     Returns:
         Advantages, zero mean per row.
@@ -44,23 +45,27 @@ def group_advantages(
     if not (finite := np.isfinite(values).all(axis=1)).all():
         row = int(np.argmin(finite))
         raise ValueError(f"rewards must be finite, got {rewards[row].tolist()} in row {row}; drop that prompt group or mend its reward function")
-    advantages: Float32[np.ndarray, "prompt_groups samples"] = _normalised(values, normalise_std=normalise_std, eps=eps).astype(np.float32)
+    advantages: Float32[np.ndarray, "prompt_groups samples"] = _normalised(
+        values, normalise_std=normalise_std, std_correction=std_correction, eps=eps
+    ).astype(np.float32)
     return advantages
 
 
 def _normalised(
-    values: Float64[np.ndarray, "prompt_groups samples"], *, normalise_std: bool, eps: float = 1e-6
+    values: Float64[np.ndarray, "prompt_groups samples"], *, normalise_std: bool, std_correction: int | None, eps: float = 1e-6
 ) -> Float64[np.ndarray, "prompt_groups samples"]:
     centred: Float64[np.ndarray, "prompt_groups samples"] = values - values.mean(axis=1, keepdims=True)
     centred[(values == values[:, :1]).all(axis=1)] = 0.0
     if normalise_std and values.shape[1] > 1:
-        centred /= values.std(axis=1, ddof=1, keepdims=True) + eps
+        centred /= values.std(axis=1, ddof=1 if std_correction is None else std_correction, keepdims=True) + eps
     return centred
 
 
-def centred_and_scaled(rewards: GroupRewards, *, normalise_std: bool) -> Float64[np.ndarray, " samples"]:
+def centred_and_scaled(rewards: GroupRewards, *, normalise_std: bool, std_correction: int | None = None) -> Float64[np.ndarray, " samples"]:
     """Centre a prompt group's rewards, and divide them by their standard deviation if wanted; see `group_advantages`."""
-    advantages: Float64[np.ndarray, " samples"] = _normalised(rewards.total[None], normalise_std=normalise_std)[0]
+    advantages: Float64[np.ndarray, " samples"] = _normalised(
+        rewards.total[None], normalise_std=normalise_std, std_correction=std_correction
+    )[0]
     return advantages
 
 
@@ -82,23 +87,23 @@ def all_one(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
     return np.ones_like(rewards.total)
 
 
-def leave_one_out(rewards: GroupRewards, *, normalise_std: bool = False) -> Float64[np.ndarray, " samples"]:
+def leave_one_out(rewards: GroupRewards, *, normalise_std: bool = False, std_correction: int | None = None) -> Float64[np.ndarray, " samples"]:
     """Take the mean reward of the other samples off each reward (RLOO); exact zeros where all are equal, or the others were left out.
 
     Args:
         rewards: Of at least two samples.
-        normalise_std: Divide by the standard deviation of the whole prompt group, with n - 1, to which 1e-6 is added.
+        normalise_std: Divide by the standard deviation of the whole prompt group, to which 1e-6 is added.
+        std_correction: As in `group_advantages`.
     Raises:
         RewardError: The sample has no others.
-    Source: RLOO: Back to basics (arXiv 2402.14740), the RLOO estimator; with the prompt group's deviation as AReaL's `mean_leave1out` and
-        `std_level = group`.
+    Source: RLOO: Back to basics (arXiv 2402.14740), the RLOO estimator, which has no deviation.
     """
     num_samples = len(rewards.total)
     if num_samples < 2 and rewards.num_left_out:
         return np.zeros_like(rewards.total)
     if num_samples < 2:
         raise RewardError("a leave-one-out baseline needs at least 2 samples of a prompt, got 1; set run.samples_per_prompt")
-    return centred_and_scaled(rewards, normalise_std=normalise_std) * (num_samples / (num_samples - 1))
+    return centred_and_scaled(rewards, normalise_std=normalise_std, std_correction=std_correction) * (num_samples / (num_samples - 1))
 
 
 def centred_by_length(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
@@ -136,13 +141,16 @@ def over_group_mean(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
     return advantages / rewards.total.mean() if advantages.any() else advantages
 
 
-def decoupled(rewards: GroupRewards, *, normalise_std: bool, reward_weights: Mapping[str, float]) -> Float64[np.ndarray, " samples"]:
+def decoupled(
+    rewards: GroupRewards, *, normalise_std: bool, reward_weights: Mapping[str, float], std_correction: int | None = None
+) -> Float64[np.ndarray, " samples"]:
     """Normalise each reward component within the prompt group by itself, and sum them by their weights (GDPO).
 
     Args:
         rewards: With components.
         normalise_std: Divide each component by its standard deviation.
         reward_weights: By component; empty for all that there are, with weight 1.
+        std_correction: As in `group_advantages`.
     Raises:
         RewardError: There are no components, or not one that has a weight.
     Source: GDPO (arXiv 2601.05242), section 3; its normalisation over the step is the trainer's.
@@ -154,5 +162,7 @@ def decoupled(rewards: GroupRewards, *, normalise_std: bool, reward_weights: Map
         there = ", ".join(sorted(rewards.components))
         raise RewardError(f"algorithm.reward_weights names {missing[0]!r}, which is no component of the reward; there are {there}")
     rows = np.stack([rewards.components[name] for name in weights])
-    advantages: Float64[np.ndarray, " samples"] = np.array(list(weights.values())) @ _normalised(rows, normalise_std=normalise_std)
+    advantages: Float64[np.ndarray, " samples"] = np.array(list(weights.values())) @ _normalised(
+        rows, normalise_std=normalise_std, std_correction=std_correction
+    )
     return advantages

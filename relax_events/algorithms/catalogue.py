@@ -10,7 +10,7 @@ ADVANTAGES = "relax_events.algorithms.advantages"
 LOSSES = "relax_events.algorithms.losses"
 PREFERENCES = "relax_events.algorithms.preferences"
 CLIP = ("clip_low", "clip_high", "dual_clip")
-WITHIN_GROUP: dict[str, Any] = {"advantage": f"{ADVANTAGES}:centred_and_scaled", "advantage_settings": ("normalise_std",)}
+WITHIN_GROUP: dict[str, Any] = {"advantage": f"{ADVANTAGES}:centred_and_scaled", "advantage_settings": ("normalise_std", "std_correction")}
 GROUP_ADVANTAGE = "A = (R - mean(R)) / (std(R) + 1e-6) within the prompt group, std with n - 1"
 CLIPPED = "loss_t = max(-r_t A, -clip(r_t, 1 - clip_low, 1 + clip_high) A),  r_t = exp(lp_t - lo_t)"
 
@@ -164,11 +164,12 @@ RLOO = AlgorithmSpec(
     "loss_t = -A lp_t\nL = mean over samples of (sum over tokens of loss_t) / length_normaliser",
     source="Back to basics (arXiv 2402.14740), the RLOO estimator, divided by a constant; the KL is in its reward, too.",
     advantage=f"{ADVANTAGES}:leave_one_out",
-    advantage_settings=("normalise_std",),
+    advantage_settings=("normalise_std", "std_correction"),
     policy_loss=f"{LOSSES}:plain_gradient",
     settings={"normalise_std": False, "aggregation": "constant_length", "kl_placement": "reward", "kl_estimator": "k1"},
-    notes="The paper has no deviation. With `normalise_std` it is the whole prompt group's, as in AReaL; NeMo-RL leaves the sample out of its "
-    "deviation, too, which is 0 for the one success of a group. TRL's RLOOTrainer normalises over the batch instead: "
+    notes="The paper has no deviation. With `normalise_std` it is the whole prompt group's around its mean; AReaL's is around the means of the "
+    "others, n / (n - 1) times as large; NeMo-RL leaves the sample out of its deviation, too, which is 0 for the one success of a group. "
+    "TRL's RLOOTrainer normalises over the batch instead: "
     '`whiten_advantages = "samples"`. There is no ratio in the loss: with samples of older policies set `old_logprobs = "trainer"` and a correction.',
 )
 
@@ -278,7 +279,7 @@ GDPO = AlgorithmSpec(
     "L = mean over the step's tokens",
     source="GDPO (arXiv 2601.05242), section 3.",
     advantage=f"{ADVANTAGES}:decoupled",
-    advantage_settings=("normalise_std", "reward_weights"),
+    advantage_settings=("normalise_std", "std_correction", "reward_weights"),
     policy_loss=f"{LOSSES}:clipped",
     loss_settings=CLIP,
     settings={

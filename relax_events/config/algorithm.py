@@ -34,6 +34,9 @@ class AlgorithmConfig(Section):
     """Installed algorithm, or `path/to/file.py:NAME`; `relax algorithms list` prints those that are installed."""
     normalise_std: bool | None = True
     """Divide centred rewards by the prompt group's standard deviation."""
+    std_correction: Literal[0, 1] | None = None
+    """What is taken off the number of values in a standard deviation that is divided by: 1 for n - 1, 0 for n. Left out, it is 1 within a
+    prompt group and over a step's rewards, 0 over a step's tokens or samples."""
     reward_weights: Annotated[dict[str, float], Names.NOTHING] | None = None
     """Weight of each reward component, where they are normalised apart; empty takes all that there are, with weight 1."""
     overlong_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -193,6 +196,9 @@ class AlgorithmConfig(Section):
         if self.whiten_advantages == "rewards" and self.normalise_std:
             rule = "whiten_advantages = 'rewards' divides by the step's deviation in place of the prompt group's"
             raise ValueError(f"{rule}; set normalise_std = false beside it")
+        if self.std_correction is not None and self._divides_by_no_deviation:
+            rule = f"std_correction = {self.std_correction} is not used where nothing is divided by a deviation"
+            raise ValueError(f"{rule}; set normalise_std or whiten_advantages, or leave std_correction out")
         if self.kl_unbiased and self.kl_placement == "reward":
             raise ValueError("kl_unbiased = true mends the gradient of a KL estimate in the loss; set kl_placement = 'loss'")
         return self
@@ -257,6 +263,11 @@ class AlgorithmConfig(Section):
     def has_rewards(self) -> bool:
         """Whether samples are generated and rewarded, not brought by the data."""
         return self.learns_from == "rewards"
+
+    @property
+    def _divides_by_no_deviation(self) -> bool:
+        takes_it = self.is_unread or ("std_correction" in self.spec.advantage_settings and self.normalise_std is not False)
+        return self.whiten_advantages == "none" and not takes_it
 
     @property
     def needs_reference(self) -> bool:

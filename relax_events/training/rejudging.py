@@ -33,7 +33,8 @@ def _judgement(algorithm: AlgorithmConfig) -> tuple[Any, ...]:
     left_out = algorithm.truncated_samples == "leave_out"
     critic = (algorithm.gamma, algorithm.gae_lambda, algorithm.length_adaptive_alpha, algorithm.bootstrap_truncated)
     teacher = (algorithm.distill_coefficient, algorithm.old_logprobs) if algorithm.has_distill_advantage else ()
-    return algorithm.name, algorithm.normalise_std, algorithm.reward_weights, algorithm.options, left_out, shaping, kl, critic, teacher
+    deviation = (algorithm.normalise_std, algorithm.std_correction if algorithm.normalise_std is not False else None)
+    return algorithm.name, deviation, algorithm.reward_weights, algorithm.options, left_out, shaping, kl, critic, teacher
 
 
 def require_teacher_of(recorded: AlgorithmConfig, wanted: AlgorithmConfig, *, run_id: str) -> None:

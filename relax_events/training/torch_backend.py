@@ -103,10 +103,11 @@ class TorchBackend:
             return
         if algorithm.whiten_advantages != "none":
             advantages = [(held.values["advantages"], held.batch.num_loss_tokens) for held in self._held]
+            given = {} if algorithm.std_correction is None else {"correction": algorithm.std_correction}
             if algorithm.whiten_advantages == "rewards":
-                whitening = step_scaling([held.rewards for held in self._held], ranks=self._ranks)
+                whitening = step_scaling([held.rewards for held in self._held], ranks=self._ranks, **given)
             else:
-                whitening = step_whitening(advantages, over=algorithm.whiten_advantages, ranks=self._ranks)
+                whitening = step_whitening(advantages, over=algorithm.whiten_advantages, ranks=self._ranks, **given)
             self._held = [held.whitened(whitening) for held in self._held]
         if algorithm.m2_threshold:
             cutoff = step_cutoff(map(self._squared_log_ratios, self._held), threshold=algorithm.m2_threshold, ranks=self._ranks)

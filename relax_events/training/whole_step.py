@@ -16,13 +16,18 @@ from relax_events.training.ranks import Ranks
 
 
 def step_whitening(
-    micro_batches: Iterable[tuple[NDArray[np.float32], NDArray[np.int64]]], *, over: Literal["none", "tokens", "samples"], ranks: Ranks
+    micro_batches: Iterable[tuple[NDArray[np.float32], NDArray[np.int64]]],
+    *,
+    over: Literal["none", "tokens", "samples"],
+    correction: int = 0,
+    ranks: Ranks,
 ) -> Whitening:
-    """Return the mean and the deviation (with n) of a step's advantages.
+    """Return the mean and the deviation of a step's advantages.
 
     Args:
         micro_batches: Of this rank: the advantages of the loss tokens in packed order, and the number of loss tokens of each sample.
         over: Loss tokens, or samples that have any, each with the mean of its tokens.
+        correction: What is taken off their number in the deviation, 0 or 1.
         ranks: All of them.
     """
     if over == "none":
@@ -33,16 +38,17 @@ def step_whitening(
         return Whitening()
     mean = total / count
     squares = ranks.all_gather(np.square(values - mean).sum(keepdims=True)).sum()
-    return Whitening(mean=mean, std=float(np.sqrt(squares / count)))
+    return Whitening(mean=mean, std=float(np.sqrt(squares / max(count - correction, 1))))
 
 
-def step_scaling(rewards: Iterable[NDArray[np.float64]], *, ranks: Ranks) -> Whitening:
-    """Return the deviation (with n - 1) of a step's rewards, to divide advantages by; their mean stays as it is.
+def step_scaling(rewards: Iterable[NDArray[np.float64]], *, correction: int = 1, ranks: Ranks) -> Whitening:
+    """Return the deviation of a step's rewards, to divide advantages by; their mean stays as it is.
 
     Where all rewards are equal, or there is only one, advantages stay as they are.
 
     Args:
         rewards: Of this rank's samples that have loss tokens, as they were scored.
+        correction: What is taken off their number in the deviation, 0 or 1.
         ranks: All of them.
     Source: TRL's GRPOTrainer, `scale_rewards = "batch"`, and Tricks or traps (arXiv 2508.08221): the prompt group's mean, the
         batch's deviation.
@@ -51,7 +57,7 @@ def step_scaling(rewards: Iterable[NDArray[np.float64]], *, ranks: Ranks) -> Whi
     values = np.sort(np.concatenate(everyone))
     if len(values) < 2 or values[0] == values[-1]:
         return Whitening(eps=0.0)
-    return Whitening(std=float(values.std(ddof=1)))
+    return Whitening(std=float(values.std(ddof=correction)))
 
 
 def _units(advantages: NDArray[np.float32], lengths: NDArray[np.int64], over: str) -> NDArray[np.float64]:

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax_events.algorithms.advantages import GroupRewards, centred, centred_by_length, leave_one_out, over_group_mean
+from relax_events.algorithms.advantages import GroupRewards, centred, centred_by_length, decoupled, leave_one_out, over_group_mean
 from relax_events.algorithms.judging import Judge, RewardedSample
 from relax_events.algorithms.step_statistics import Whitening
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import RewardError
 from relax_events.training.ranks import SingleRank
-from relax_events.training.whole_step import step_scaling
+from relax_events.training.whole_step import step_scaling, step_whitening
 
 
 def group(rewards: list[float], lengths: list[float] | None = None) -> GroupRewards:
@@ -39,6 +39,28 @@ def test_leave_one_out_is_divided_by_the_deviation_of_the_whole_group() -> None:
     assert judged([1, 0, 0, 0], [[0, 1]] * 4, name="rloo", normalise_std=True)[0] == pytest.approx([0, 2], rel=1e-5)
     with pytest.raises(RewardError, match="needs at least 2 samples of a prompt, got 1"):
         leave_one_out(group([1]), normalise_std=True)
+
+
+def test_deviation_is_divided_by_n_where_the_correction_is_0() -> None:
+    # Of 1, 2, 3 around 2: sqrt(2 / 3) with n, 1 with n - 1. Of one success in four: sqrt(3) / 4 and 1 / 2.
+    assert judged([1, 2, 3], [[1]] * 3, name="grpo", std_correction=0)[2] == pytest.approx([math.sqrt(1.5)], rel=1e-5)
+    assert judged([1, 2, 3], [[1]] * 3, name="grpo", std_correction=1)[2] == pytest.approx([1.0], rel=1e-5)
+    assert judged([1, 2, 3], [[1]] * 3, name="grpo") == judged([1, 2, 3], [[1]] * 3, name="grpo", std_correction=1)
+    assert judged([1, 0, 0, 0], [[1]] * 4, name="rloo", normalise_std=True, std_correction=0)[0] == pytest.approx([4 / math.sqrt(3)], rel=1e-5)
+    assert judged([0.5], [[1]], name="grpo", std_correction=0) == [[0.0]]
+    components = {"right": np.array([1.0, 0.0]), "form": np.array([3.0, 1.0])}
+    apart = decoupled(GroupRewards(np.zeros(2), components), normalise_std=True, reward_weights={"right": 1.0, "form": 0.5}, std_correction=0)
+    assert apart.tolist() == pytest.approx([1.5, -1.5], rel=1e-5)
+
+
+def test_deviation_of_a_step_is_divided_by_n_or_one_less() -> None:
+    advantages, lengths = np.array([1.0, 1.0, 1.0, 5.0], np.float32), np.array([3, 1])
+    of_tokens = [step_whitening([(advantages, lengths)], over="tokens", correction=correction, ranks=SingleRank()).std for correction in (0, 1)]
+    assert of_tokens == pytest.approx([math.sqrt(12 / 4), math.sqrt(12 / 3)])
+    of_rewards = [step_scaling([np.array([1.0, 2.0, 3.0])], correction=correction, ranks=SingleRank()).std for correction in (0, 1)]
+    assert of_rewards == pytest.approx([math.sqrt(2 / 3), 1.0])
+    alone = step_whitening([(advantages[:1], lengths[1:])], over="tokens", correction=1, ranks=SingleRank())
+    assert alone.apply(np.array([1.0])).tolist() == [0.0]
 
 
 def test_leave_one_out_is_the_mean_of_the_others_written_out() -> None:

@@ -17,7 +17,7 @@ from relax_events.algorithms.judging import Judge, RewardedSample
 from relax_events.algorithms.objective import Objective, ObjectiveInputs
 from relax_events.config import AlgorithmConfig
 from relax_events.training.ranks import SingleRank
-from relax_events.training.whole_step import step_scaling
+from relax_events.training.whole_step import step_scaling, step_whitening
 from tests.trl_reference import ADVANTAGES, FILE, LEAVE_ONE_OUT, LOSSES, MAX_NEW_TOKENS, MIXTURES, PREFERENCES, SAMPLES_PER_PROMPT
 
 TRL = json.loads(FILE.read_text())
@@ -179,6 +179,25 @@ def test_advantages_are_those_of_trls_group_trainer(name: str, normalise_std: bo
 def test_advantages_are_those_of_trls_group_trainer_with_what_it_adds_to_a_deviation() -> None:
     rewards = np.array(GIVEN["rewards"]).sum(axis=1).reshape(-1, SAMPLES_PER_PROMPT)
     assert group_advantages(rewards, eps=1e-4).ravel() == pytest.approx(TRL["advantages"]["group"], rel=1e-7)
+
+
+def test_advantages_of_one_large_group_are_those_of_trls_asynchronous_trainer() -> None:
+    rewards = np.array(GIVEN["rewards"]).sum(axis=1)[None]
+    ours = group_advantages(rewards, std_correction=0)[0]
+    assert ours == pytest.approx(TRL["advantages of the asynchronous trainer"], rel=ROUNDED)
+
+
+def test_advantages_of_components_apart_are_those_of_trls_group_trainer() -> None:
+    algorithm = AlgorithmConfig(name="gdpo", reward_weights={"first": 1.0, "second": 0.5}, std_correction=1)
+    values = np.array(judged(algorithm), np.float32)
+    whitening = step_whitening([(values, np.ones(len(values), np.int64))], over="samples", correction=1, ranks=SingleRank())
+    assert whitening.apply(values.astype(float)) == pytest.approx(TRL["advantages"]["components apart"], rel=2e-4)  # 1e-4 is added
+
+
+def test_normalised_advantages_are_those_of_trls_leave_one_out_trainer() -> None:
+    values = np.array(judged(AlgorithmConfig(name="rloo"), is_whole=True), np.float32)
+    whitening = step_whitening([(values, np.ones(len(values), np.int64))], over="samples", correction=1, ranks=SingleRank())
+    assert whitening.apply(values.astype(float)) == pytest.approx(TRL["leave one out"]["normalised"]["advantages"], rel=ROUNDED)
 
 
 def test_advantages_over_the_deviation_of_the_batch_are_those_of_trls_group_trainer() -> None:

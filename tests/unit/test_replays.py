@@ -157,6 +157,7 @@ def test_advantages_are_needed_when_another_algorithm_would_compute_others() -> 
     grpo = AlgorithmConfig()
     assert not needs_advantages(grpo, AlgorithmConfig(clip_high=0.4, kl_coefficient=0.1))
     assert needs_advantages(grpo, AlgorithmConfig(normalise_std=False))
+    assert needs_advantages(grpo, AlgorithmConfig(std_correction=0))
     assert needs_advantages(grpo, AlgorithmConfig(name="gspo"))
 
 
