@@ -52,6 +52,18 @@ repositories, each in the one version that was read.
 | Deviation beside a leave-one-out mean | of the whole prompt group, around its mean | AReaL of the whole prompt group, around the means of the others: n / (n - 1) times as large; NeMo-RL leaves the sample out of it, too, and divides nothing where it is 0 |
 | KL term of the loss | the estimate as it is; `kl_unbiased` multiplies it by the ratio | TRL multiplies it unless `use_bias_correction_kl = false` |
 """
+WHAT_IS_RETURNED = """## What a function may return
+
+| returned | the sample's reward | recorded besides |
+|---|---|---|
+| a number | it | |
+| numbers by name | the one called `reward`, or else their sum; with `reward.weights` their weighted sum | `components` |
+| with a list `turn_rewards`, a number for each turn | what the line above says, 0 where there is nothing else, plus the sum of the list | `turn_rewards` |
+| with a list `token_rewards`, a number for each loss token | likewise | `token_rewards` |
+
+A turn is an answer of the policy: a run of loss tokens with nothing of others between. The reward of a turn is earned at its last loss token, that of a token there, and the
+rest at the sample's last loss token. A list of another length, or a number that is not finite, fails the sample, and its prompt group ends as failed. An empty list is none.
+[Which algorithms](algorithms.md) know where a reward was earned."""
 HEADERS = f"""## Headers
 
 | header | of | meaning |
@@ -134,7 +146,10 @@ def algorithms_page() -> str:
         "Losses, gradients and advantages of grpo, dapo, dr_grpo, gspo, gspo_token, sapo, cispo, gmpo, rloo, dpo and ipo, the KL and entropy terms, "
         "corrections, off-policy sequence masks and the divergences of a distillation are those of TRL's trainers on the same inputs, losses and "
         f"gradients within 1e-9 (`tests/unit/test_beside_trl.py`): release {pinned('trl', 'trl')} wrote `tests/data/trl.json`, and after `make trl` a test "
-        "runs it again. That release has no PPO."
+        "runs it again. That release has no PPO.\n\n"
+        "R holds all that a sample earned. Algorithms with an advantage for each token, `ppo` and `reinforce_plus_plus`, know where: what a reward "
+        "function gave [by turn](../how-to/add-a-reward.md#by-turn-and-by-token) counts at the last loss token of its turn, what it gave by token at that "
+        "token, and the rest of R at the sample's last loss token. To all others, which have one advantage for a whole sample, only R counts."
     )
     parts = ["# Algorithms", lead]
     for spec in installed_algorithms():
@@ -205,7 +220,8 @@ def _metric_rows(families: Iterable[Metric]) -> str:
 
 def rewards_page() -> str:
     """Every reward that comes with us."""
-    parts = ["# Rewards", "The names that `reward.function` knows, as `relax rewards show NAME` tells them. Options go into `[reward.options]`."]
+    lead = "The names that `reward.function` knows, as `relax rewards show NAME` tells them. Options go into `[reward.options]`."
+    parts = ["# Rewards", lead, WHAT_IS_RETURNED]
     for name in reward_names():
         reward = describe_reward(name)
         parts += [f"## {name}", f"Scores {reward.scores}. {reward.text}"]

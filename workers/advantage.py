@@ -184,6 +184,12 @@ class AdvantageLoop:
     def _components_of(self, group: JoinedGroup, sample: SampleRolledOut) -> dict[str, float]:
         return group.scores[sample.sample_id].components if self._has_rewards else {}
 
+    def _turn_rewards_of(self, group: JoinedGroup, sample: SampleRolledOut) -> Array | None:
+        return group.scores[sample.sample_id].turn_rewards if self._has_rewards else None
+
+    def _token_rewards_of(self, group: JoinedGroup, sample: SampleRolledOut) -> Array | None:
+        return group.scores[sample.sample_id].token_rewards if self._has_rewards else None
+
     def _advantages(self, group: JoinedGroup) -> list[NDArray[np.float32]]:
         drawn_by_actor = self._worker.config.algorithm.old_logprobs == "actor"
         rewarded = [
@@ -197,6 +203,8 @@ class AdvantageLoop:
                 values=_plain(_evaluated(group, sample, "critic"), sample),
                 teacher_logprobs=_plain(_evaluated(group, sample, "teacher"), sample),
                 is_truncated=sample.finish_reason is FinishReason.LENGTH,
+                turn_rewards=_plain(self._turn_rewards_of(group, sample), sample),
+                token_rewards=_plain(self._token_rewards_of(group, sample), sample),
             )
             for sample in group.ordered_samples()
         ]
@@ -229,6 +237,8 @@ class AdvantageLoop:
             advantages=advantages,
             reward=self._reward_of(group, sample),
             components=self._components_of(group, sample),
+            turn_rewards=self._turn_rewards_of(group, sample),
+            token_rewards=self._token_rewards_of(group, sample),
             temperature=sample.temperature,
             num_prompt_tokens=sample.num_prompt_tokens,
             finish_reason=sample.finish_reason,

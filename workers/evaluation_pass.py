@@ -21,6 +21,7 @@ from relax_events.media.items import MediaItem
 from relax_events.media.library import MediaLibrary
 from relax_events.models.media_inputs import ProcessedMedia
 from relax_events.rewards.pool import RewardItem, RewardPool
+from relax_events.rewards.scoring import said_in
 
 log = structlog.get_logger()
 STEP_SECONDS = 0.25
@@ -181,4 +182,13 @@ class EvaluationPass:
         row = self._at_work[sample.prompt_group_id][1]
         prompt = "\n".join(message.text for message in (*row.messages, *sample.turns[:-1]))
         completion = sample.turns[-1].text if sample.turns else self._renderer.completion_text(sample.tokens)
-        return RewardItem(sample.sample_id, completion, answer=row.answer, metadata=row.metadata, prompt=prompt)
+        chosen = sample.tokens if sample.loss_mask is None else sample.tokens[sample.loss_mask.astype(bool)]
+        return RewardItem(
+            sample.sample_id,
+            completion,
+            answer=row.answer,
+            metadata=row.metadata,
+            prompt=prompt,
+            turns=said_in(sample.turns),
+            token_ids=chosen,
+        )

@@ -60,10 +60,11 @@ class Scoring:
         return [self._scored(sample, result) for sample, result in zip(samples, results, strict=True)]
 
     def _scored(self, sample: SampleRolledOut, result: Score | RewardError) -> SampleScored:
-        self._worker.metrics.scored("failed" if isinstance(result, RewardError) else "scored")
-        if isinstance(result, RewardError):
-            log.warning("sample.unscored", sample_id=sample.sample_id, error=str(result))
-        return as_scored(sample, result, reward_name=self._pool.name, reward_digest=self._pool.digest)
+        scored = as_scored(sample, result, reward_name=self._pool.name, reward_digest=self._pool.digest)
+        self._worker.metrics.scored("scored" if scored.error is None else "failed")
+        if scored.error is not None:
+            log.warning("sample.unscored", sample_id=sample.sample_id, error=scored.error)
+        return scored
 
     def _record(self, sample: SampleRolledOut, scored: SampleScored) -> OutRecord:
         return self._worker.sample_record("reward.scores", scored, prompt_group_id=sample.prompt_group_id, policy_version=sample.policy_version)

@@ -206,7 +206,7 @@ MAXRL = AlgorithmSpec(
 REINFORCE_PLUS_PLUS = AlgorithmSpec(
     name="reinforce_plus_plus",
     summary="Rewards as they are, less the KL of the tokens to come, normalised over the whole step; PPO's clipped ratio.",
-    formula="G_t = sum over u >= t of gamma^(u - t) r_u,  r_u = -kl_coefficient KL_u, and R besides at the sample's last loss token\n"
+    formula="G_t = sum over u >= t of gamma^(u - t) r_u,  r_u = -kl_coefficient KL_u, and what was earned at u besides\n"
     "A_t = (G_t - mean) / (std + 1e-8) over all tokens of the step\n"
     f"{CLIPPED}, with A_t\nL = mean over the step's tokens",
     source="REINFORCE++ (arXiv 2501.03262), for any number of samples of a prompt.",
@@ -242,7 +242,7 @@ REINFORCE_PLUS_PLUS_BASELINE = AlgorithmSpec(
 PPO = AlgorithmSpec(
     name="ppo",
     summary="A critic says what is to be expected at each token; advantages are what came beyond it, and PPO's ratio is clipped.",
-    formula="d_t = r_t + gamma V_t+1 - V_t,  r_t = -kl_coefficient KL_t, and R besides at the sample's last loss token; V = 0 behind it\n"
+    formula="d_t = r_t + gamma V_t+1 - V_t,  r_t = -kl_coefficient KL_t, and what was earned at t besides; V = 0 behind the last token\n"
     "A_t = sum over u >= t of (gamma gae_lambda)^(u - t) d_u\nA'_t = (A_t - mean) / (std + 1e-8) over all tokens of the step\n"
     f"{CLIPPED}, with A'_t\nL = mean over the step's tokens\n"
     "critic: L_V = mean of max((V - G)^2, (clip(V, Vo - value_clip, Vo + value_clip) - G)^2) / 2,  G_t = A_t + Vo_t, Vo as recorded",

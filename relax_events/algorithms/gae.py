@@ -15,7 +15,8 @@ class GroupValues:
     """The loss tokens of a prompt group, a row for each sample: those of all its turns one after another, and zeros behind the last.
 
     Attributes:
-        rewards: The sample's reward at its last loss token, less the KL in the reward where a token has one.
+        rewards: Where they were earned: of a turn at its last loss token, of a token at that token, and what else the sample's reward holds at
+            its last loss token; less the KL in the reward where a token has one.
         values: Of the critic: what it expects to come from here on, before it sees the token. Zeros where there is no critic.
         lengths: Loss tokens of each sample.
         is_truncated: Whether a sample was cut off by its length.

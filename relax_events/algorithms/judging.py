@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from relax_events.algorithms.advantages import GroupRewards
 from relax_events.algorithms.gae import GroupValues
+from relax_events.algorithms.turns import rewards_on_the_way
 from relax_events.config import AlgorithmConfig
 from relax_events.config.algorithm_spec import resolve
 from relax_events.errors import ConfigError, RewardError
@@ -27,6 +28,8 @@ class RewardedSample:
     """What an advantage is computed from.
 
     Log-probabilities are needed where a KL estimate against their model is taken off, the values where the algorithm has a critic.
+    `turn_rewards`, one for each turn, and `token_rewards`, one for each loss token, are parts of `reward`; an algorithm that has one advantage
+    for the whole sample takes `reward` alone.
     """
 
     sample_id: str
@@ -38,6 +41,8 @@ class RewardedSample:
     values: NDArray[np.generic] | None = None
     teacher_logprobs: NDArray[np.generic] | None = None
     is_truncated: bool = False
+    turn_rewards: NDArray[np.generic] | None = None
+    token_rewards: NDArray[np.generic] | None = None
 
 
 class Judge:
@@ -63,7 +68,7 @@ class Judge:
         Returns:
             One array for each sample, as long as its tokens.
         Raises:
-            RewardError: A reward is not finite, or not what the algorithm needs; the text says what is missing.
+            RewardError: A reward is not finite, not what the algorithm needs, or by turn or token and of another number; the text says what is wrong.
             ConfigError: An algorithm of one's own gave something else than a finite number for each sample.
         """
         _require_finite(samples)
@@ -75,13 +80,14 @@ class Judge:
 
     def _judged(self, samples: Sequence[RewardedSample], *, num_left_out: int = 0) -> list[NDArray[np.float32]]:
         masks = [sample.loss_mask.astype(bool) for sample in samples]
+        earned = [_earned(sample) for sample in samples]
         penalties = self._penalties(samples, masks)
         rewards = self._rewards(samples, masks)
         if self._spec.reward_kl == "sequence":
             rewards -= np.array([penalty.sum() for penalty in penalties] or 0.0)
             penalties = []
         if self._algorithm.needs_critic or self._spec.by_token:
-            return self._less_teacher(self._by_token(samples, masks, rewards, penalties), samples, masks)
+            return self._less_teacher(self._by_token(samples, masks, rewards, earned, penalties), samples, masks)
         lengths, keywords = np.array([mask.sum() for mask in masks], np.float64), self._algorithm.keywords(self._spec.advantage_settings)
         given = self._advantage(GroupRewards(rewards, _components(samples), lengths, num_left_out), **keywords)
         scalars = _checked(given, num_samples=len(samples), name=self._algorithm.name)
@@ -105,6 +111,7 @@ class Judge:
         samples: Sequence[RewardedSample],
         masks: Sequence[NDArray[np.bool_]],
         rewards: Float64[np.ndarray, " samples"],
+        earned: Sequence[Float64[np.ndarray, " loss_tokens"]],
         penalties: Sequence[Float64[np.ndarray, " tokens"]],
     ) -> list[NDArray[np.float32]]:
         """Lay the loss tokens of the samples into rows, and have the algorithm judge each of them."""
@@ -118,7 +125,8 @@ class Judge:
             if penalties:
                 group.rewards[row, :length] = -penalties[row][mask]
             if length:
-                group.rewards[row, length - 1] += rewards[row]
+                group.rewards[row, :length] += earned[row]
+                group.rewards[row, length - 1] += rewards[row] - earned[row].sum()
         given = np.asarray(self._advantage(group, **self._algorithm.keywords(self._spec.advantage_settings)), np.float64)
         if given.shape != shape or not np.isfinite(given).all():
             rule = f"its advantage must give finite numbers of shape {shape}, one for each token"
@@ -167,6 +175,12 @@ def _kl_penalties(sample: RewardedSample, mask: NDArray[np.bool_], algorithm: Al
     estimates = {"k1": difference, "k2": difference**2 / 2, "k3": k3, "low_variance": np.clip(k3, -10, 10)}
     penalties: Float64[np.ndarray, " tokens"] = algorithm.kl_coefficient * estimates[algorithm.kl_estimator]
     return penalties
+
+
+def _earned(sample: RewardedSample) -> Float64[np.ndarray, " loss_tokens"]:
+    return rewards_on_the_way(
+        sample.loss_mask, turn_rewards=sample.turn_rewards, token_rewards=sample.token_rewards, sample_id=sample.sample_id
+    )
 
 
 def _values(sample: RewardedSample) -> NDArray[np.float64]:

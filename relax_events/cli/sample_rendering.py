@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from relax_events.cli.looking import clock_time, excerpt, figure
@@ -14,7 +14,7 @@ from relax_events.cli.output import print_table
 if TYPE_CHECKING:
     from relax_events.control.samples.detail import SampleDetail, TokenRow
     from relax_events.control.samples.view import SampleLine
-    from relax_events.events.parts import ChatMessage, ContentPart
+    from relax_events.events.parts import Array, ChatMessage, ContentPart
     from relax_events.events.types import SampleScored
 
 HEAD = f"{'sample':<17} {'version':>7}  {'outcome':<13} {'reward':>7} {'tokens':>6}  {'end':<6}  completion"
@@ -80,8 +80,25 @@ def score_text(score: SampleScored | None) -> str:
     origin = f"by {score.reward_name} (version {score.reward_digest[:12] or 'unknown'}) in {score.seconds:.3f} s"
     if score.reward is None:
         return f"failed {origin}: {score.error}"
-    parts = ", ".join(f"{name} {value:g}" for name, value in score.components.items())
-    return f"{score.reward:g}{f' ({parts})' if parts else ''} {origin}"
+    parts = [f"{name} {value:g}" for name, value in score.components.items()]
+    if (by_turn := _numbers(score.turn_rewards)) is not None:
+        parts.append(f"by turn {' '.join(f'{value:g}' for value in by_turn)}")
+    if score.token_rewards is not None:
+        parts.append(f"by token, {len(score.token_rewards)} of them")
+    text = ", ".join(parts)
+    return f"{score.reward:g}{f' ({text})' if text else ''} {origin}"
+
+
+def score_document(score: SampleScored) -> dict[str, Any]:
+    """Return a score for programs; rewards by turn and token that lie in the object store are left out."""
+    shown = {"turn_rewards": _numbers(score.turn_rewards), "token_rewards": _numbers(score.token_rewards)}
+    return asdict(replace(score, turn_rewards=None, token_rewards=None)) | shown
+
+
+def _numbers(array: Array | None) -> list[float] | None:
+    from relax_events.events.parts import StoredArray
+
+    return None if array is None or isinstance(array, StoredArray) else [float(value) for value in array.tolist()]
 
 
 def outcome_text(detail: SampleDetail) -> str:
@@ -131,8 +148,8 @@ def sample_document(detail: SampleDetail) -> dict[str, Any]:
         "answer": sample.answer,
         "metadata": sample.metadata,
         "row": sample.row,
-        "score": asdict(view.score) if view.score else None,
-        "other_scores": {name: asdict(score) for name, score in detail.other_scores.items()},
+        "score": score_document(view.score) if view.score else None,
+        "other_scores": {name: score_document(score) for name, score in detail.other_scores.items()},
         "ended": asdict(view.ended) if view.ended else None,
         "versions": [asdict(segment) for segment in sample.version_segments],
         "num_prompt_tokens": sample.num_prompt_tokens,

@@ -85,6 +85,8 @@ class SampleScored:
     generation_digest: str = ""
     reward: float | None = None
     components: dict[str, float] = field(default_factory=dict)
+    turn_rewards: Array | None = None
+    token_rewards: Array | None = None
     reward_name: str
     reward_digest: str = ""
     error: str | None = None
@@ -137,6 +139,8 @@ class SampleReady:
     advantages: Array
     reward: float
     components: dict[str, float] = field(default_factory=dict)
+    turn_rewards: Array | None = None
+    token_rewards: Array | None = None
     temperature: float
     num_prompt_tokens: int
     finish_reason: FinishReason

@@ -22,7 +22,7 @@ import orjson
 
 from relax_events.errors import RelaxError
 from relax_events.rewards.routing import Routes, load_routes
-from relax_events.rewards.scores import as_score
+from relax_events.rewards.scores import BY_TOKEN, BY_TURN, as_score
 from relax_events.rewards.versions import file_stamps
 
 MAX_ERROR_CHARACTERS = 600
@@ -43,7 +43,7 @@ def main() -> int:
         _send(answers, {"load_error": str(error) or needs})
         return 2
     caller = Caller(routes, timeout_seconds=setup["timeout_seconds"])
-    greeting = {"digest": routes.digest, "takes_prompt_group": routes.takes_prompt_group, "is_async": routes.is_async}
+    greeting = {"digest": routes.digest, "takes_prompt_group": routes.takes_prompt_group, "is_async": routes.is_async, "on_demand": routes.on_demand}
     _send(answers, greeting | {"files": file_stamps(routes.files)})
     if routes.is_async:
         asyncio.run(_serve_together(caller, requests, answers, concurrency=setup["concurrency"]))
@@ -111,8 +111,10 @@ class Caller:
 
     def _call(self, request: dict[str, Any]) -> Any:
         completions, metadata = request["completions"], orjson.loads(request["metadata"])
-        first = completions if self._routes.takes_prompt_group else completions[0]
-        return self._routes.reward_for(metadata).function(first, answer=request["answer"], metadata=metadata, prompt=request["prompt"])
+        reward, takes_all = self._routes.reward_for(metadata), self._routes.takes_prompt_group
+        first = completions if takes_all else completions[0]
+        more = {name: request[name] if takes_all else request[name][0] for name in reward.on_demand}
+        return reward.function(first, answer=request["answer"], metadata=metadata, prompt=request["prompt"], **more)
 
     def _success(self, value: Any, request: dict[str, Any], started: float) -> dict[str, Any]:
         seconds = time.perf_counter() - started
@@ -133,9 +135,10 @@ def _result(value: Any, weights: Mapping[str, float]) -> dict[str, Any]:
         return {"error": f"failed: {value}"[:MAX_ERROR_CHARACTERS]}
     try:
         score = as_score(value, weights=weights)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         return {"error": str(error)}
-    return {"reward": score.reward, "components": score.components}
+    parts = {BY_TURN: score.turn_rewards, BY_TOKEN: score.token_rewards}
+    return {"reward": score.reward, "components": score.components} | {name: given for name, given in parts.items() if given is not None}
 
 
 def _failure(error: BaseException, started: float) -> dict[str, Any]:

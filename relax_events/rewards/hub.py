@@ -21,16 +21,23 @@ from relax_events.rewards.versions import reward_digest, source_files
 
 PROMPT_GROUP_PARAMETER = "completions"
 GIVEN = ("answer", "metadata", "prompt")
+ON_DEMAND = ("turns", "token_ids")
+"""Given to functions that have a parameter of that name."""
 
 
 class RewardFunction(Protocol):
     """Scores one completion: a number, or named components of which `reward` is the total (without it, their sum is).
 
     A function whose first parameter is called `completions` gets those of a whole prompt group, and returns a list with an
-    element for each; an element may be a `RewardError`. Either may be `async def`. Further keyword arguments are its options.
+    element for each; an element may be a `RewardError`. Either may be `async def`. With a parameter `turns` it is given the answers of the sample
+    and what was said to them, as `role` and `content`, ending with the last answer; with `token_ids` the ids of the tokens that the policy chose.
+    Of a prompt group these are lists of them. Further keyword arguments are its options.
+
+    Beside its components it may return `turn_rewards`, a list with a number for each answer, and `token_rewards`, one for each token that the
+    policy chose: they come on top of the total, and algorithms with an advantage for each token know where they were earned.
     """
 
-    def __call__(self, completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float | dict[str, float]:
+    def __call__(self, completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float | dict[str, float | list[float]]:
         """Score a completion.
 
         Args:
@@ -52,6 +59,7 @@ class LoadedReward:
     is_async: bool = False
     weights: Mapping[str, float] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
+    on_demand: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +100,8 @@ def load_reward(name: str, *, options: Mapping[str, Any] | None = None, weights:
     digest = reward_digest(module, function.__name__, options=checked, weights=weights or {}, packages=facts.packages)
     bound = partial(function, **checked) if checked else function
     files = tuple(source_files(module).values())
-    return LoadedReward(name, bound, digest, takes_prompt_group(function), inspect.iscoroutinefunction(function), weights or {}, files)
+    on_demand = tuple(given for given in ON_DEMAND if given in inspect.signature(function).parameters)
+    return LoadedReward(name, bound, digest, takes_prompt_group(function), inspect.iscoroutinefunction(function), weights or {}, files, on_demand)
 
 
 def find_function(name: str) -> tuple[Callable[..., Any], ModuleType]:
@@ -151,5 +160,5 @@ def _option_fields(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
     return {
         parameter.name: (hints.get(parameter.name, Any), ... if parameter.default is parameter.empty else parameter.default)
         for parameter in list(inspect.signature(function).parameters.values())[1:]
-        if parameter.name not in GIVEN and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        if parameter.name not in (*GIVEN, *ON_DEMAND) and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     }

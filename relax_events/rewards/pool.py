@@ -13,12 +13,15 @@ from itertools import groupby
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from relax_events.config import RewardConfig
+from relax_events.data.completions import ASSISTANT
 from relax_events.errors import ConfigError, RewardError
 from relax_events.rewards.process import START_SECONDS, Greeting, Request, RewardChild
-from relax_events.rewards.scores import Score
+from relax_events.rewards.scores import BY_TOKEN, BY_TURN, Score
 from relax_events.rewards.versions import file_stamps
 
 MAX_REQUESTS_PER_CHILD = 64
@@ -26,7 +29,11 @@ MAX_REQUESTS_PER_CHILD = 64
 
 @dataclass(frozen=True, slots=True)
 class RewardItem:
-    """A completion to be scored; `metadata` is a JSON object as text. Items of one prompt group stand together, under its id."""
+    """A completion to be scored; `metadata` is a JSON object as text. Items of one prompt group stand together, under its id.
+
+    `turns` are role and text of the answers and of what was said to them; where there are none the completion was the only answer. `token_ids` are
+    of the tokens that the policy chose.
+    """
 
     sample_id: str
     completion: str
@@ -34,6 +41,8 @@ class RewardItem:
     metadata: str = "{}"
     prompt: str = ""
     prompt_group_id: str = ""
+    turns: Sequence[tuple[str, str]] = ()
+    token_ids: NDArray[np.generic] | None = None
 
 
 class RewardPool:
@@ -82,6 +91,11 @@ class RewardPool:
     def takes_prompt_group(self) -> bool:
         """Whether the function scores whole prompt groups: then all items of one must be in the same batch, side by side."""
         return self._loaded.takes_prompt_group
+
+    @property
+    def on_demand(self) -> list[str]:
+        """What the function is given because it has a parameter for it: `turns`, `token_ids`."""
+        return self._loaded.on_demand
 
     @property
     def _loaded(self) -> Greeting:
@@ -138,9 +152,9 @@ class RewardPool:
 
     def _requests(self, items: Sequence[RewardItem]) -> Iterable[Request]:
         if not self._loaded.takes_prompt_group:
-            return (Request((index,), _line([item])) for index, item in enumerate(items))
+            return (Request((index,), _line([item], self.on_demand)) for index, item in enumerate(items))
         prompt_groups = groupby(enumerate(items), key=lambda numbered: numbered[1].prompt_group_id)
-        return (_request_of(list(numbered)) for _, numbered in prompt_groups)
+        return (_request_of(list(numbered), self.on_demand) for _, numbered in prompt_groups)
 
     def _turn(self, *, window: int) -> None:
         """Give out requests, wait for the next answer or deadline, and deal with what came."""
@@ -205,7 +219,8 @@ class RewardPool:
             if "error" in result:
                 self._results[index] = self._error(index, result["error"])
             else:
-                self._results[index] = Score(result["reward"], result["components"], seconds)
+                by_turn, by_token = (tuple(result[name]) if name in result else None for name in (BY_TURN, BY_TOKEN))
+                self._results[index] = Score(result["reward"], result["components"], seconds, by_turn, by_token)
 
     def _error(self, index: int, text: str) -> RewardError:
         return RewardError(f"reward function {self.name} {text} on sample {self._items[index].sample_id}")
@@ -253,11 +268,23 @@ class RewardPool:
         self._selector.register(child.stdout, selectors.EVENT_READ, child)
 
 
-def _request_of(numbered: Sequence[tuple[int, RewardItem]]) -> Request:
-    return Request(tuple(index for index, _ in numbered), _line([item for _, item in numbered]))
+def _request_of(numbered: Sequence[tuple[int, RewardItem]], on_demand: Sequence[str]) -> Request:
+    return Request(tuple(index for index, _ in numbered), _line([item for _, item in numbered], on_demand))
 
 
-def _line(items: Sequence[RewardItem]) -> bytes:
+def _line(items: Sequence[RewardItem], on_demand: Sequence[str]) -> bytes:
     first = items[0]
     request = {"completions": [item.completion for item in items], "answer": first.answer, "metadata": first.metadata, "prompt": first.prompt}
-    return orjson.dumps(request) + b"\n"
+    more = {name: [WRITTEN[name](item) for item in items] for name in on_demand}
+    return orjson.dumps(request | more) + b"\n"
+
+
+def _turns(item: RewardItem) -> list[dict[str, str]]:
+    return [{"role": role, "content": text} for role, text in item.turns or ((ASSISTANT, item.completion),)]
+
+
+def _token_ids(item: RewardItem) -> list[int]:
+    return [] if item.token_ids is None else list(map(int, item.token_ids.tolist()))
+
+
+WRITTEN: dict[str, Callable[[RewardItem], object]] = {"turns": _turns, "token_ids": _token_ids}

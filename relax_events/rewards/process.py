@@ -44,6 +44,7 @@ class Greeting:
     digest: str
     takes_prompt_group: bool
     is_async: bool
+    on_demand: list[str]
     files: dict[str, list[int]]
 
 

@@ -33,6 +33,11 @@ class Routes:
         return self.default.is_async
 
     @property
+    def on_demand(self) -> list[str]:
+        """What some of them are given because they have a parameter for it."""
+        return sorted({name for reward in (self.default, *self.by_source.values()) for name in reward.on_demand})
+
+    @property
     def digest(self) -> str:
         """The version of all of them together; that of the one function where there are no others."""
         if not self.by_source:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import orjson
+from collections.abc import Sequence
 
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from relax_events.algorithms.turns import rewards_on_the_way
 from relax_events.config import RewardConfig
 from relax_events.errors import RewardError
+from relax_events.events.parts import ChatMessage, StoredArray
 from relax_events.events.types import SampleRolledOut, SampleScored
 from relax_events.rewards.pool import RewardItem
 from relax_events.rewards.scores import Score
@@ -13,6 +19,8 @@ from relax_events.rewards.scores import Score
 
 def reward_item(sample: SampleRolledOut) -> RewardItem:
     """Return what a reward function is asked about a sample."""
+    tokens, mask = sample.tokens, sample.loss_mask
+    token_ids = None if isinstance(tokens, StoredArray) or isinstance(mask, StoredArray) else tokens[mask.astype(bool)]
     return RewardItem(
         sample_id=sample.sample_id,
         completion=sample.completion,
@@ -20,7 +28,14 @@ def reward_item(sample: SampleRolledOut) -> RewardItem:
         metadata=sample.metadata,
         prompt="\n".join(message.text for message in (*sample.messages, *sample.turns[:-1])),
         prompt_group_id=f"{sample.prompt_group_id}@{sample.policy_version}.{sample.generation_digest}",
+        turns=said_in(sample.turns),
+        token_ids=token_ids,
     )
+
+
+def said_in(turns: Sequence[ChatMessage]) -> list[tuple[str, str]]:
+    """Return what was said, as a reward function is given it."""
+    return [(message.role, message.text) for message in turns]
 
 
 def source_of(sample: SampleRolledOut, reward: RewardConfig) -> str | None:
@@ -36,8 +51,13 @@ def source_of(sample: SampleRolledOut, reward: RewardConfig) -> str | None:
 def as_scored(
     sample: SampleRolledOut, result: Score | RewardError, *, reward_name: str, reward_digest: str, judgement: str = ""
 ) -> SampleScored:
-    """Return a sample's score; a failure is one with its text and without a reward, never a silent zero."""
-    success = result if isinstance(result, Score) else None
+    """Return a sample's score; a failure is one with its text and without a reward, never a silent zero.
+
+    A score whose rewards by turn or token are not as many as the sample has turns or loss tokens is a failure, too.
+    """
+    fitting = _fitting(sample, result, reward_name) if isinstance(result, Score) else result
+    success = fitting if isinstance(fitting, Score) else None
+    turn_rewards, token_rewards = _arrays(success) if success else (None, None)
     return SampleScored(
         sample_id=sample.sample_id,
         prompt_group_id=sample.prompt_group_id,
@@ -45,9 +65,31 @@ def as_scored(
         generation_digest=sample.generation_digest,
         reward=success.reward if success else None,
         components=success.components if success else {},
+        turn_rewards=turn_rewards,
+        token_rewards=token_rewards,
         reward_name=reward_name,
         reward_digest=reward_digest,
-        error=None if success else str(result),
+        error=None if success else str(fitting),
         judgement=judgement,
         seconds=success.seconds if success else 0.0,
     )
+
+
+def _fitting(sample: SampleRolledOut, score: Score, reward_name: str) -> Score | RewardError:
+    turn_rewards, token_rewards = _arrays(score)
+    if turn_rewards is None and token_rewards is None:
+        return score
+    if isinstance(sample.loss_mask, StoredArray):
+        remedy = "give the function a parameter `turns`, with which it is fetched"
+        rule = f"the loss mask of sample {sample.sample_id}, whose turns or tokens it rewards, was not fetched"
+        return RewardError(f"reward function {reward_name}: {rule}; {remedy}")
+    try:
+        rewards_on_the_way(sample.loss_mask, turn_rewards=turn_rewards, token_rewards=token_rewards, sample_id=sample.sample_id)
+    except RewardError as error:
+        return RewardError(f"reward function {reward_name} returned what does not fit: {error}")
+    return score
+
+
+def _arrays(score: Score) -> tuple[NDArray[np.float64] | None, NDArray[np.float64] | None]:
+    by_turn, by_token = (None if given is None else np.array(given, np.float64) for given in (score.turn_rewards, score.token_rewards))
+    return by_turn, by_token

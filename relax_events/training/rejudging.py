@@ -58,6 +58,15 @@ def require_teacher_of(recorded: AlgorithmConfig, wanted: AlgorithmConfig, *, ru
         raise ConfigError(f"{need} is not on the log of run {run_id}, which has {had[0]} with {had[1]}; replay with those, or with 'sampled'")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class OtherReward:
+    """The reward of a rescoring, with its parts by turn and by token."""
+
+    reward: float
+    turn_rewards: NDArray[np.generic] | None = None
+    token_rewards: NDArray[np.generic] | None = None
+
+
 class Rejudging:
     """Computes the advantages of whole prompt groups anew, from the recorded rewards or from others.
 
@@ -69,7 +78,7 @@ class Rejudging:
     """
 
     def __init__(
-        self, algorithm: AlgorithmConfig, *, max_new_tokens: int, rewards: Mapping[TrajectoryKey, float] | None = None, scores: str = ""
+        self, algorithm: AlgorithmConfig, *, max_new_tokens: int, rewards: Mapping[TrajectoryKey, OtherReward] | None = None, scores: str = ""
     ) -> None:
         self._algorithm, self._rewards, self._scores = algorithm, rewards, scores
         self._judge = Judge(algorithm, max_new_tokens=max_new_tokens)
@@ -94,7 +103,9 @@ class Rejudging:
         except RewardError as error:
             raise ConfigError(f"prompt group {ordered[0].prompt_group_id} can't be judged by {self._algorithm.name}: {error}") from error
         return [
-            dataclasses.replace(sample, reward=judged.reward, advantages=values)
+            dataclasses.replace(
+                sample, reward=judged.reward, turn_rewards=judged.turn_rewards, token_rewards=judged.token_rewards, advantages=values
+            )
             for sample, judged, values in zip(ordered, rewarded, advantages, strict=True)
         ]
 
@@ -103,35 +114,38 @@ class Rejudging:
             value = getattr(sample, field)
             return None if value is None else dense(value, what=f"sample {sample.sample_id}: {field}")
 
+        other = None if self._rewards is None else self._other(sample, self._rewards)
         return RewardedSample(
             sample_id=sample.sample_id,
-            reward=self._reward(sample),
-            components=sample.components if self._rewards is None else {},
+            reward=sample.reward if other is None else other.reward,
+            components=sample.components if other is None else {},
             loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
             policy_logprobs=array("actor_logprobs" if self._algorithm.old_logprobs == "actor" else "rollout_logprobs"),
             ref_logprobs=array("ref_logprobs"),
             values=array("values"),
             teacher_logprobs=array("teacher_logprobs"),
             is_truncated=sample.finish_reason is FinishReason.LENGTH,
+            turn_rewards=array("turn_rewards") if other is None else other.turn_rewards,
+            token_rewards=array("token_rewards") if other is None else other.token_rewards,
         )
 
-    def _reward(self, sample: SampleReady) -> float:
-        if self._rewards is None:
-            return sample.reward
-        if (reward := self._rewards.get(trajectory_of(sample))) is None:
+    def _other(self, sample: SampleReady, rewards: Mapping[TrajectoryKey, OtherReward]) -> OtherReward:
+        if (reward := rewards.get(trajectory_of(sample))) is None:
             remedy = "finish the rescoring with relax rescore, or choose versions that it covers"
             raise ConfigError(f"sample {sample.sample_id} has no reward under source.scores = {self._scores!r}; {remedy}")
         return reward
 
 
-def read_rewards(reader: LogReader, topic: str, *, num_partitions: int, codec: EventCodec) -> dict[TrajectoryKey, float]:
+def read_rewards(reader: LogReader, topic: str, *, num_partitions: int, codec: EventCodec) -> dict[TrajectoryKey, OtherReward]:
     """Return the rewards on a topic of scores by trajectory; samples whose scoring failed are left out. Of two the later counts."""
-    rewards: dict[TrajectoryKey, float] = {}
+    rewards: dict[TrajectoryKey, OtherReward] = {}
     for record in reader.stream({(topic, number): reader.watermarks(topic, number) for number in range(num_partitions)}):
         try:
             event = codec.decode(record.value)
         except (CorruptRecord, SchemaError) as error:
             raise ConfigError(f"{record.place} can't be read as a score: {error}; rescore under another name") from error
         if isinstance(event, SampleScored) and event.reward is not None:
-            rewards[trajectory_of(event)] = event.reward
+            parts = (event.turn_rewards, event.token_rewards)
+            by_turn, by_token = (None if part is None else dense(part, what=f"sample {event.sample_id}: rewards by turn or token") for part in parts)
+            rewards[trajectory_of(event)] = OtherReward(event.reward, by_turn, by_token)
     return rewards

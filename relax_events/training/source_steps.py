@@ -20,7 +20,7 @@ from relax_events.pipeline.source_run import SourceRun
 from relax_events.pipeline.worker import Worker
 from relax_events.training.ranks import Ranks
 from relax_events.training.recorded_batches import MAX_STEPS_AT_ONCE, Decode, RecordedBatch, RecordedBatches
-from relax_events.training.rejudging import Rejudging, needs_advantages, read_rewards, require_teacher_of
+from relax_events.training.rejudging import OtherReward, Rejudging, needs_advantages, read_rewards, require_teacher_of
 
 log = structlog.get_logger()
 
@@ -77,7 +77,7 @@ def require_alike(source: RunConfig, config: RunConfig) -> None:
         raise ConfigError(f"the rollouts can't be replayed: {why}; set algorithm.name to {recorded.name}")
 
 
-def _rewards(worker: Worker, source: SourceRun) -> dict[TrajectoryKey, float]:
+def _rewards(worker: Worker, source: SourceRun) -> dict[TrajectoryKey, OtherReward]:
     scores, run_id = worker.config.source.scores, source.config.run.id
     topic = worker.plan.topic(f"reward.scores.{scores}")
     reader = LogReader(worker.connection)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from relax_events.config import RewardConfig
@@ -28,6 +29,13 @@ def rank(completions, *, answer, metadata, prompt):
         return [ValueError("no opinion") if one == "one" else 1.0 for one in completions]
     order = sorted(completions)
     return [{"rank": order.index(one), "size": len(completions)} for one in completions]
+
+def by_turn(completion, *, answer, metadata, prompt, turns, token_ids):
+    said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    return {"reward": float(said[-1] == completion), "turn_rewards": [float(len(text)) for text in said], "token_rewards": token_ids}
+
+def ranked_by_turn(completions, *, answer, metadata, prompt, turns):
+    return [{"turn_rewards": [len(said)] * 2} for said in turns]
 
 async def meet(completion, *, answer, metadata, prompt):
     if completion == "block":
@@ -63,6 +71,20 @@ def pool_of(tmp_path: Path) -> Iterator[Callable[..., RewardPool]]:
 
 def prompt_group(name: str, *completions: str) -> list[RewardItem]:
     return [RewardItem(f"{name}/{index}", text, "good", prompt_group_id=name) for index, text in enumerate(completions)]
+
+
+def test_function_with_a_parameter_for_turns_is_given_them_and_may_reward_each(pool_of: Callable[..., RewardPool]) -> None:
+    said = [("assistant", "abc"), ("user", "go on"), ("assistant", "de")]
+    items = [RewardItem("a", "de", turns=said, token_ids=np.array([3, 1], np.int32)), RewardItem("b", "four")]
+    both, lone = pool_of("by_turn").score_batch(items)
+    assert isinstance(both, Score)
+    assert isinstance(lone, Score)
+    assert (both.reward, both.turn_rewards, both.token_rewards) == (1 + 5 + 4, (3.0, 2.0), (3.0, 1.0))
+    assert (lone.reward, lone.turn_rewards, lone.token_rewards) == (5.0, (4.0,), None)
+    pool = pool_of("ranked_by_turn")
+    assert pool.on_demand == ["turns"]
+    given = [RewardItem(name, "de", prompt_group_id="g", turns=turns) for name, turns in (("a", said), ("b", said[:1]))]
+    assert rewards(pool.score_batch(given)) == [6.0, 2.0]
 
 
 def rewards(results: list[Score | RewardError]) -> list[float | None]:

@@ -24,7 +24,7 @@ from relax_events.events.types import PromptGroupEnded
 from relax_events.pipeline.description import describe, described_config, is_told
 from relax_events.topics import TopicPlan
 from relax_events.training.assembly import PlacedSample
-from relax_events.training.rejudging import Rejudging, needs_advantages, require_teacher_of
+from relax_events.training.rejudging import OtherReward, Rejudging, needs_advantages, require_teacher_of
 
 MakeConfig = Callable[..., RunConfig]
 GROUP = "000004-0000-0"
@@ -111,12 +111,12 @@ def test_rejudging_normalises_recorded_rewards_in_its_own_way() -> None:
 
 
 def test_rejudging_takes_the_rewards_of_a_rescoring() -> None:
-    rewards = {(f"{GROUP}/0", 0, ""): 3.0, (f"{GROUP}/1", 0, ""): 1.0}
+    rewards = {(f"{GROUP}/0", 0, ""): OtherReward(3.0), (f"{GROUP}/1", 0, ""): OtherReward(1.0)}
     judged = Rejudging(AlgorithmConfig(normalise_std=False), max_new_tokens=8, rewards=rewards, scores="strict")(placed([0.0, 1.0]))
     assert [item.sample.reward for item in judged] == [3.0, 1.0]
     assert [float(item.sample.advantages[-1]) for item in judged] == [1.0, -1.0]
     with pytest.raises(ConfigError, match=rf"sample {GROUP}/1 has no reward under source.scores = 'strict'; finish the rescoring"):
-        Rejudging(AlgorithmConfig(), max_new_tokens=8, rewards={(f"{GROUP}/0", 0, ""): 3.0}, scores="strict")(placed([0.0, 1.0]))
+        Rejudging(AlgorithmConfig(), max_new_tokens=8, rewards={(f"{GROUP}/0", 0, ""): OtherReward(3.0)}, scores="strict")(placed([0.0, 1.0]))
 
 
 def test_rejudging_distils_with_another_coefficient() -> None:

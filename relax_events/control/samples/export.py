@@ -19,7 +19,7 @@ from relax_events.control.run_log import RunLog
 from relax_events.control.samples.page import SamplePage
 from relax_events.control.samples.view import SampleView
 from relax_events.errors import ConfigError, ObjectError
-from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, ObjectRef
+from relax_events.events.parts import Array, ChatMessage, ContentPart, MediaRef, ObjectRef, StoredArray
 from relax_events.objects import ObjectStore, check_out
 
 TOKEN_COLUMNS = ("tokens", "loss_mask", "rollout_logprobs")
@@ -113,11 +113,16 @@ def sample_row(view: SampleView, *, newest_version: int, save: Callable[[MediaRe
         "answer": sample.answer,
         "metadata": sample.metadata,
         "reward_components": score.components if score else {},
+        "turn_rewards": _numbers(score.turn_rewards) if score else None,
         "reward_name": score.reward_name if score else None,
         "reward_digest": score.reward_digest if score else None,
         "judgement": score.judgement if score else None,
         "reward_error": score.error if score else None,
     }
+
+
+def _numbers(array: Array | None) -> list[float] | None:
+    return None if array is None or isinstance(array, StoredArray) else [float(value) for value in array.tolist()]
 
 
 def _messages(messages: Iterable[ChatMessage], save: Callable[[MediaRef], str]) -> list[Row]:

@@ -25,6 +25,7 @@ COLUMNS = {
     "row": pa.int64(),
     "reward": pa.float64(),
     "reward_components": pa.map_(pa.string(), pa.float64()),
+    "turn_rewards": pa.list_(pa.float64()),
     "reward_name": pa.string(),
     "reward_digest": pa.string(),
     "judgement": pa.string(),

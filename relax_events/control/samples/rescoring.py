@@ -23,10 +23,13 @@ from relax_events.errors import ConfigError
 from relax_events.events.codec import EventCodec
 from relax_events.events.generations import TrajectoryKey, trajectory_of
 from relax_events.events.types import SampleRolledOut, SampleScored
+from relax_events.objects import ObjectStore, check_out
 from relax_events.rewards.pool import RewardPool
 from relax_events.rewards.scoring import as_scored, reward_item
 
 SAMPLES_AT_ONCE = 256
+LEFT_IN_STORE = ("rollout_logprobs", "topk_ids", "routed_experts")
+"""Arrays of a sample that no reward function is given."""
 GroupKey = tuple[str, int, str]
 Rewards = dict[TrajectoryKey, float | None]
 """By trajectory; None where scoring failed."""
@@ -163,6 +166,9 @@ class Rescoring:
 
     def _score(self, samples: list[SampleRolledOut], partition: int, new: Rewards) -> None:
         """Score samples, write the scores that are new, and remember them once they are acknowledged."""
+        if self.pool.on_demand and samples:
+            store = ObjectStore.open(self.log.config.objects_uri, moved_from=self.log.config.objects.moved_from)
+            samples = [check_out(sample, store, leave=LEFT_IN_STORE) for sample in samples]
         results = self.pool.score_batch([reward_item(sample) for sample in samples])
         scored = [
             as_scored(sample, result, reward_name=self.pool.name, reward_digest=self.pool.digest)
