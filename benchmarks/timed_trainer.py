@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 
 import numpy as np
@@ -57,6 +57,9 @@ class TimedBackend:
     def discard(self) -> None:
         """Forget what was queued; the devices have spent the time on it."""
         self._num_samples = self._num_tokens = self._num_loss_tokens = 0
+
+    def tell_progress(self, progressed: Callable[[], None]) -> None:
+        """Tell of none: a step waits in one piece."""
 
     def skip_step(self) -> None:
         """Forget what was queued, and count up."""

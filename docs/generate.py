@@ -157,7 +157,8 @@ def algorithms_page() -> str:
         own = [f"`{key} = {value}`" for key, value in told["settings"].items() if key in spec.settings]
         parts += [f"## {spec.name}", spec.summary, f"```\n{spec.formula}\n```", f"Settings of its own: {', '.join(own) or 'none'}.", f"Needs {told['needs']}."]
         parts += [spec.notes] if spec.notes else []
-        parts += [f"Not for it: {'; '.join(f'`{key}` ({why})' for key, why in spec.excluded.items())}."] if spec.excluded else []
+        excluded = dict(spec.excluded) | ({"trainer.num_epochs` and `trainer.num_mini_batches": spec.one_update} if spec.one_update else {})
+        parts += [f"Not for it: {'; '.join(f'`{key}` ({why})' for key, why in excluded.items())}."] if excluded else []
         parts += [f"Source: {spec.source}"]
     return "\n\n".join([*parts, CONVENTIONS])
 

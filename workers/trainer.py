@@ -101,6 +101,7 @@ class TrainLoop:
         self._phases = Phases()
         self._began_ns = 0
         self._in_training: list[Work] = []
+        backend.tell_progress(self._progress_in_step)
         self._source = SourceRun.read(worker.connection, self._config.source.run, own=self._config) if self._config.source.run else None
         self._batches: RecordedBatches | None = None
         self._in_hand: RecordedBatch | None = None
@@ -452,6 +453,11 @@ class TrainLoop:
             self._backend.accumulate(micro_batch)
         self._worker.metrics.tokens(num_tokens)
         self._worker.finished(len(micro_batch), started)
+        self._worker.progressed()
+        self._settle(wait=False)
+
+    def _progress_in_step(self) -> None:
+        """Beat, and commit the step before once its weights are written, while a step that had to be whole is trained."""
         self._worker.progressed()
         self._settle(wait=False)
 

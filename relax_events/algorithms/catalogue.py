@@ -164,6 +164,7 @@ RLOO = AlgorithmSpec(
     "loss_t = -A lp_t\nL = mean over samples of (sum over tokens of loss_t) / length_normaliser",
     source="Back to basics (arXiv 2402.14740), the RLOO estimator, divided by a constant; the KL is in its reward, too.",
     advantage=f"{ADVANTAGES}:leave_one_out",
+    one_update="its loss has no ratio, so that what later optimizer steps do would count as on-policy",
     advantage_settings=("normalise_std", "std_correction"),
     policy_loss=f"{LOSSES}:plain_gradient",
     settings={"normalise_std": False, "aggregation": "constant_length", "kl_placement": "reward", "kl_estimator": "k1"},

@@ -56,6 +56,7 @@ class AlgorithmSpec:
             of a chosen and a rejected one. With those nothing is generated and nothing is rewarded.
         reference: Whether the loss takes the reference model's log-probabilities, whatever the KL coefficient is.
         whole_prompt_groups: Whether the loss takes the samples of a prompt group together: they come side by side, by index.
+        one_update: Why a train step may only be one optimizer step (`trainer.num_epochs`, `trainer.num_mini_batches`); empty where it may be several.
         figures: Names of what the loss reports of a step beside itself: the keys of `Surrogate.figures`.
         notes: What the papers set otherwise, and what to look out for.
     """
@@ -77,6 +78,7 @@ class AlgorithmSpec:
     learns_from: LearnsFrom = "rewards"
     reference: bool = False
     whole_prompt_groups: bool = False
+    one_update: str = ""
     figures: tuple[str, ...] = ()
     notes: str = ""
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from relax_events.config.base import DERIVED, OrDerived, Section
+from relax_events.config.base import DERIVED, OrDerived, Positive, Section
 from relax_events.config.outside import FilePath
 
 
@@ -19,6 +19,10 @@ class CriticConfig(Section):
     """Folder of the model that the critic begins as, with a new scalar head; left out, it is the policy's own, `model.path`."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
     """AdamW's learning rate; left out, it is `trainer.learning_rate`."""
+    num_epochs: Positive | None = None
+    """Passes over each train batch; left out, `trainer.num_epochs`."""
+    num_mini_batches: Positive | None = None
+    """Optimizer steps of a pass; left out, `trainer.num_mini_batches`."""
     value_clip: Annotated[float, Field(ge=0)] = 0.2
     """How far from its recorded value a new value is rewarded for moving in a step; 0 for no such bound."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0

@@ -17,6 +17,7 @@ from relax_events.config.environment import EnvironmentConfig
 from relax_events.config.evaluation import EvaluationConfig
 from relax_events.config.generation import EngineConfig, ModelConfig
 from relax_events.config.judge import JUDGED, JudgeConfig, check_judge
+from relax_events.config.mini_batches import check_mini_batches
 from relax_events.config.outside import Address, FilePath, Listener, Names, Text
 from relax_events.config.reward import RewardConfig
 from relax_events.config.scaling import ScalingConfig
@@ -36,7 +37,7 @@ class RunSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seeds data order, sampling and initialisation."""
     num_steps: Positive = 100
-    """Optimizer steps until the run has reached its goal; a fork counts on from its source's."""
+    """Train steps until the run has reached its goal; a fork counts on from its source's."""
     groups_per_step: Positive = 16
     """Prompt groups in one train step."""
     samples_per_prompt: Positive = 8
@@ -250,6 +251,11 @@ class RunConfig(Section):
             ranks = self.trainer.ranks
             need = f"trainer.ranks = {ranks} needs broker.shards >= {ranks}, got {self.broker.shards}"
             raise ValueError(f"every rank reads shards of its own: {need}; set broker.shards or trainer.ranks")
+        return self
+
+    @model_validator(mode="after")
+    def _train_batches_can_be_dealt(self) -> RunConfig:
+        check_mini_batches(self)
         return self
 
     @model_validator(mode="after")

@@ -19,8 +19,16 @@ class TrainerConfig(Section):
     """Data-parallel processes on this machine."""
     learning_rate: OrDerived[Annotated[float, Field(gt=0)]] = DERIVED
     """AdamW's learning rate. Derived: 1e-6, for training all parameters of a pretrained model; 1e-3 for a model that `[model.tiny]` makes."""
+    num_epochs: Positive = 1
+    """Passes over each train batch; each goes through it in another order, which follows from `run.seed` and the train step."""
+    num_mini_batches: Positive = 1
+    """Parts into which each pass deals the prompt groups of a train batch, whole: each part is an optimizer step. At most `run.groups_per_step`.
+    However many optimizer steps a train step has, it makes one policy version."""
+    max_kl: Annotated[float, Field(ge=0)] = 0.0
+    """Above 0, a train step of several optimizer steps ends before the one on whose mini-batch the mean KL estimate (k3, in nats a token) of the
+    policy against the old one, below the ratio, has grown larger; the first is always taken."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps over which the learning rate grows linearly from 0."""
+    """Train steps over which the learning rate grows linearly from 0. All optimizer steps of a train step have its rate."""
     schedule: Literal["constant", "linear"] = "constant"
     """What follows the warm-up: the same rate to the end, or a linear fall that would reach 0 at `run.num_steps`."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -55,6 +63,11 @@ class TrainerConfig(Section):
     collective_timeout_seconds: Seconds = 1800.0
     """Deadline of a collective between ranks: longer than the slowest rank needs for its part of a step and rank 0 for writing a version.
     A rank that dies is noticed at once, whatever this says."""
+
+    @property
+    def has_mini_batches(self) -> bool:
+        """Whether a train step is more than one optimizer step."""
+        return self.num_epochs * self.num_mini_batches > 1
 
     def checkpoint_is_due(self, policy_version: int, *, seconds: float) -> bool:
         """Tell whether a checkpoint of a version is to be written.

@@ -61,6 +61,7 @@ class CriticLearning:
             RunFailed: A step can't be learned from.
         """
         self._worker, self._critic = worker, critic
+        critic.tell_progress(worker.progressed)
         self._checkpoints = Checkpoints(store, ranks=SingleRank(), keep=worker.config.trainer.keep_checkpoints, folder=FOLDER)
         self._pending: PendingCheckpoint | None = None
         self._checkpoint_begun = time.monotonic()

@@ -67,6 +67,25 @@ class LossBatch:
         advantages = whitening.apply(self.values["advantages"].astype(np.float64))
         return replace(self, values={**self.values, "advantages": advantages})
 
+    def with_old(self, logprobs: NDArray[np.floating]) -> LossBatch:
+        """Return the same with the old policy's log-probabilities, where they are the trainer's own."""
+        return replace(self, values={**self.values, "old": logprobs})
+
+    def alone(self) -> LossBatch:
+        """Return the same without what is large and the model alone takes: media and routed experts."""
+        return replace(self, batch=replace(self.batch, media=None, experts=None), token_sets=None)
+
+    def values_by_sample(self) -> dict[str, dict[str, NDArray[np.floating]]]:
+        """Return the values of each sample's loss tokens."""
+        ends = np.cumsum(self.batch.num_loss_tokens)[:-1]
+        columns = {name: np.split(values, ends) for name, values in self.values.items()}
+        return {sample_id: {name: parts[at] for name, parts in columns.items()} for at, sample_id in enumerate(self.sample_ids)}
+
+    def with_values(self, by_sample: Mapping[str, Mapping[str, NDArray[np.floating]]]) -> LossBatch:
+        """Return the same with the values that its samples had in other micro-batches."""
+        names = by_sample[self.sample_ids[0]]
+        return replace(self, values={name: np.concatenate([by_sample[sample_id][name] for sample_id in self.sample_ids]) for name in names})
+
     def objective_inputs(self, result: TokenLogprobs, *, cutoff: float | None) -> ObjectiveInputs:
         """Put together what the objective takes, on the device and in the dtype of the model's result.
 

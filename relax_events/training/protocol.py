@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 OF_ENGINE = frozenset((
     "policy_loss", "kl_estimate", "clip_low_fraction", "clip_high_fraction", "clip_fraction", "mean_ratio", "mismatch_kl", "mismatch_mean_abs",
     "mismatch_max_abs", "effective_sample_ratio", "correction_mean", "correction_clip_fraction", "masked_fraction", "distill_loss", "teacher_kl",
-    "num_rejected_by_veto", "num_rejected_by_divergence",
+    "num_rejected_by_veto", "num_rejected_by_divergence", "is_stopped_by_kl", "first_epoch_policy_kl", "last_epoch_policy_kl",
+    "last_epoch_clip_fraction",
 ))  # fmt: skip
 """Figures that compare the policy with the one that drew the samples, or say by what of it the loss differs from the policy's own."""
 
@@ -37,6 +38,12 @@ class StepFigures:
     `num_rejected_by_*` are the samples that were left out whole, by the reason, and are among `num_samples`. `distill_loss` is the
     divergence from the teacher in the loss, before its coefficient; `teacher_kl` estimates KL(engine's policy || teacher) from the drawn
     tokens, and so may be a little below 0. `own` are those that the algorithm's spec names.
+
+    Where the step is several optimizer steps, means are over all of them, save `mismatch_*` and `effective_sample_ratio`, which are of the first,
+    before which the weights had not moved; counts are those of the first pass. `own` then tells besides how many steps were taken
+    (`num_optimizer_steps`), how many were left out because they were not finite (`num_mini_batches_not_finite`), whether `trainer.max_kl` ended
+    them (`is_stopped_by_kl`), and the KL estimate (k3) of the policy against the old one in the first and the last pass, and the clipped
+    tokens in the last (`first_epoch_policy_kl`, `last_epoch_policy_kl`, `last_epoch_clip_fraction`).
     """
 
     loss: float
@@ -165,10 +172,15 @@ class Critic(TokenScorer, Protocol):
     def step(self) -> ValueFigures:
         """Normalise over the whole step, clip, update the weights, and count up `policy_version`.
 
+        Where a train step is several optimizer steps, each is so over its mini-batch, and one that is not finite is left out.
+
         Raises:
-            StepNotFinite: Loss or gradient is not finite. The weights are the old ones.
+            StepNotFinite: Loss or gradient is not finite, in all of them. The weights are the old ones.
             RunFailed: The step holds no loss token; likewise.
         """
+
+    def tell_progress(self, progressed: Callable[[], None]) -> None:
+        """Call this in `step` whenever a part of it is done that takes long, from now on."""
 
     def skip_step(self) -> None:
         """Drop what was accumulated and count up `policy_version`: weights and optimizer stay as they are."""
@@ -205,7 +217,7 @@ class TrainerBackend(Protocol):
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Run forward and backward on a micro-batch, adding unnormalised gradients and figures to the step's.
 
-        Where the algorithm needs to know the whole step first, the micro-batch is kept, and run by `step`.
+        Where the algorithm needs to know the whole step first, or the step is several optimizer steps, the micro-batch is kept, and run by `step`.
 
         Raises:
             PoisonSample: A sample can't be trained on; nothing was added, and the rest of the step is unharmed.
@@ -217,11 +229,17 @@ class TrainerBackend(Protocol):
     def step(self) -> StepFigures:
         """Reduce over ranks, normalise over the whole step, clip, update the weights, and count up `policy_version`.
 
+        Where a train step is several optimizer steps (`trainer.num_epochs`, `trainer.num_mini_batches`), each is so over its mini-batch, and one
+        that is not finite is left out. What they are follows from the run's seed, the version and the samples alone, on any number of ranks.
+
         Raises:
-            StepNotFinite: Loss or gradient is not finite.
-            RunFailed: The step holds no loss token. Both are raised on every rank, before the update: the weights are
+            StepNotFinite: Loss or gradient is not finite, in all of them.
+            RunFailed: The step holds no loss token. Both are raised on every rank, before an update: the weights are
                 the old ones, and what was accumulated is dropped.
         """
+
+    def tell_progress(self, progressed: Callable[[], None]) -> None:
+        """Call this in `step` whenever a part of it is done that takes long, from now on. Local to a rank."""
 
     def skip_step(self) -> None:
         """Drop what was accumulated and count up `policy_version`: weights and optimizer stay as they are. Every rank does so, or none."""

@@ -39,13 +39,14 @@ class Totals:
     teacher_kl: float
     num_rejected_by_veto: float
     num_rejected_by_divergence: float
+    policy_kl: float
     num_units: float
     num_loss_tokens: float
     num_tokens: float
     num_samples: float
 
 
-NUM_DEVICE_SUMS = 18
+NUM_DEVICE_SUMS = 19
 """The first sums are computed on the device, the others are counts that the host knows."""
 
 
@@ -89,6 +90,7 @@ def sum_micro_batch(tokens: TokenLosses, inputs: ObjectiveInputs, *, figures: Se
         torch.zeros_like(difference) if inputs.teacher_logprobs is None else inputs.rollout_logprobs - inputs.teacher_logprobs,
         tokens.rejection.by_veto,
         tokens.rejection.by_divergence,
+        torch.zeros_like(difference) if inputs.old_logprobs is None else _policy_kl(inputs.old_logprobs, inputs.logprobs),
     ]
     sums = torch.stack([row.detach().double().sum() for row in rows])
     largest = difference.abs().double().max() if len(difference) else sums.new_zeros(())
@@ -96,18 +98,22 @@ def sum_micro_batch(tokens: TokenLosses, inputs: ObjectiveInputs, *, figures: Se
     return torch.stack([*sums, largest, *own])
 
 
+def _policy_kl(old_logprobs: Float[Tensor, " tokens"], logprobs: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
+    return kl_estimate(old_logprobs, base_logprobs=logprobs.detach(), estimator="k3")
+
+
 def gather_totals(
-    micro_batches: Sequence[MicroBatchSums], *, ranks: Ranks, step: int, figures: Sequence[str] = ()
+    micro_batches: Sequence[MicroBatchSums], *, ranks: Ranks, name: str, figures: Sequence[str] = ()
 ) -> tuple[Totals, float, dict[str, float]]:
-    """Add up a step over micro-batches and ranks; collective.
+    """Add up an optimizer step over micro-batches and ranks; collective.
 
     Args:
         micro_batches: Of this rank, in order.
         ranks: All of them.
-        step: Named in errors.
+        name: Of the step, for errors.
         figures: Names of the algorithm's own.
     Returns:
-        The step's sums, the largest mismatch, and the sums of the algorithm's own figures, weighted as the loss is.
+        Its sums, the largest mismatch, and the sums of the algorithm's own figures, weighted as the loss is.
     Raises:
         StepNotFinite: A loss or gradient is not finite, on any rank; raised on all, naming the samples of the first micro-batch that shows it.
     """
@@ -121,19 +127,19 @@ def gather_totals(
     row = np.array([len(broken), device[:, NUM_DEVICE_SUMS].max(initial=0.0), *sums])
     rows = ranks.all_gather(row)
     if rows[:, 0].any():
-        _fail(micro_batches[broken[0]] if len(broken) else None, ranks=ranks, step=step)
+        _fail(micro_batches[broken[0]] if len(broken) else None, ranks=ranks, name=name)
     totals = rows[:, 2:].sum(axis=0).tolist()
     num_totals = len(totals) - len(figures)
     return Totals(*totals[:num_totals]), float(rows[:, 1].max()), dict(zip(figures, totals[num_totals:], strict=True))
 
 
-def _fail(broken: MicroBatchSums | None, *, ranks: Ranks, step: int) -> None:
+def _fail(broken: MicroBatchSums | None, *, ranks: Ranks, name: str) -> None:
     text = ""
     if broken is not None:
         loss, gradient_sum = float(broken.device[0]), float(broken.device[-1])
         text = f"rank {ranks.rank}: loss {loss}, sum of gradients {gradient_sum} after the micro-batch of samples {', '.join(broken.sample_ids)}"
     texts = [other.decode() for other in ranks.all_gather_bytes(text.encode()) if other]
     raise StepNotFinite(
-        f"train step {step}: loss and gradients must be finite; {'; '.join(texts)}. The weights are those before the step; "
+        f"{name}: loss and gradients must be finite; {'; '.join(texts)}. The weights are those before it; "
         "lower trainer.learning_rate or look at these samples' log-probabilities and advantages"
     )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -22,13 +23,17 @@ from relax_events.models.causal_lm import choose_device
 from relax_events.models.families import freeze
 from relax_events.training.flat_parameters import FlatParameters
 from relax_events.training.loss_batch import LossBatch
+from relax_events.training.mini_batches import HeldBatch
 from relax_events.training.packing import cut_by_cells
 from relax_events.training.policy_model import PolicyModel
 from relax_events.training.protocol import Critic, Scorer, StepFigures, TrainerState
 from relax_events.training.ranks import Ranks
 from relax_events.training.sample_media import SampleMedia
+from relax_events.training.step_figures import Update, figures_of, figures_of_passes
 from relax_events.training.step_sums import MicroBatchSums, Totals, gather_totals, sum_micro_batch
 from relax_events.training.whole_step import step_cutoff, step_scaling, step_whitening
+
+log = structlog.get_logger()
 
 
 class TorchBackend:
@@ -57,6 +62,9 @@ class TorchBackend:
         self._objective = Objective(config.algorithm, max_new_tokens=config.engine.sampling.max_new_tokens)
         self._micro_batches: list[MicroBatchSums] = []
         self._held: list[LossBatch] = []
+        whole = config.algorithm.needs_whole_groups
+        self._batch = HeldBatch(config.trainer, seed=config.run.seed, ranks=ranks, whole_prompt_groups=whole)
+        self._progressed: Callable[[], None] = lambda: None
 
     @property
     def vocab_size(self) -> int:
@@ -69,15 +77,30 @@ class TorchBackend:
         return self._model.experts
 
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
-        """Run forward and backward on a micro-batch; see `TrainerBackend`. Where the algorithm needs the whole step, that waits for `step`."""
+        """Run forward and backward on a micro-batch; see `TrainerBackend`. Where the whole step is needed first, that waits for `step`."""
         # All parts are laid out before the first is trained: a sample that can't be trained on is found while nothing was added.
-        for loss_batch in [self._laid_out(part) for part in self._parts(micro_batch)]:
+        for part, loss_batch in [(part, self._laid_out(part)) for part in self._parts(micro_batch)]:
             if not len(loss_batch.batch.targets):
                 continue
-            if self._config.algorithm.needs_whole_step:
+            if self._config.trainer.has_mini_batches:
+                self._hold(part, loss_batch)
+            elif self._config.algorithm.needs_whole_step:
                 self._held.append(loss_batch)
             else:
                 self._train(loss_batch)
+
+    def _hold(self, samples: Sequence[SampleReady], loss_batch: LossBatch) -> None:
+        """Keep samples for the mini-batches of their step, and what is said of them by the weights before it."""
+        algorithm = self._config.algorithm
+        if algorithm.old_logprobs == "trainer" and algorithm.has_rewards:
+            with torch.no_grad():
+                loss_batch = loss_batch.with_old(self._model.token_logprobs(loss_batch.batch).logprobs.cpu().numpy())
+        self._batch.add(samples, loss_batch.batch.num_loss_tokens)
+        self._held.append(loss_batch.alone())
+
+    def tell_progress(self, progressed: Callable[[], None]) -> None:
+        """Call this after each micro-batch that `step` runs; see `TrainerBackend`."""
+        self._progressed = progressed
 
     def _parts(self, micro_batch: Sequence[SampleReady]) -> Sequence[Sequence[SampleReady]]:
         """Cut a micro-batch by its token budget once more where each sample has a row as long as the longest."""
@@ -96,24 +119,41 @@ class TorchBackend:
             return loss_batch
         return replace(loss_batch, batch=self._media.added(loss_batch.batch, samples))
 
-    def _train_held(self) -> None:
-        """Train the micro-batches that waited for their step to be whole; collective."""
-        algorithm, cutoff = self._config.algorithm, None
-        if not algorithm.needs_whole_step:
+    def _whiten_held(self) -> None:
+        """Give the advantages of held micro-batches what they are over the whole step; collective."""
+        algorithm = self._config.algorithm
+        if algorithm.whiten_advantages == "none":
             return
-        if algorithm.whiten_advantages != "none":
-            advantages = [(held.values["advantages"], held.batch.num_loss_tokens) for held in self._held]
-            given = {} if algorithm.std_correction is None else {"correction": algorithm.std_correction}
-            if algorithm.whiten_advantages == "rewards":
-                whitening = step_scaling([held.rewards for held in self._held], ranks=self._ranks, **given)
-            else:
-                whitening = step_whitening(advantages, over=algorithm.whiten_advantages, ranks=self._ranks, **given)
-            self._held = [held.whitened(whitening) for held in self._held]
+        advantages = [(held.values["advantages"], held.batch.num_loss_tokens) for held in self._held]
+        given = {} if algorithm.std_correction is None else {"correction": algorithm.std_correction}
+        if algorithm.whiten_advantages == "rewards":
+            whitening = step_scaling([held.rewards for held in self._held], ranks=self._ranks, **given)
+        else:
+            whitening = step_whitening(advantages, over=algorithm.whiten_advantages, ranks=self._ranks, **given)
+        self._held = [held.whitened(whitening) for held in self._held]
+
+    def _mini_batches(self) -> Iterator[tuple[int, list[LossBatch]]]:
+        """Give what each optimizer step of the train step has yet to train, and its pass. Begins collectively."""
+        if not self._config.trainer.has_mini_batches:
+            yield 0, self._held
+            return
+        values = {sample_id: own for held in self._held for sample_id, own in held.values_by_sample().items()}
+        none_yet = True
+        for epoch, micro_batches in self._batch.mini_batches(self.policy_version):
+            laid_out = [self._laid_out(part) for micro_batch in micro_batches for part in self._parts(micro_batch)]
+            yield epoch, [one.with_values(values) for one in laid_out if len(one.batch.targets)]
+            none_yet = False
+        if none_yet:
+            yield 0, []
+
+    def _train_held(self, mini_batch: Sequence[LossBatch]) -> None:
+        """Train the micro-batches of an optimizer step that waited for their train step to be whole; collective."""
+        algorithm, cutoff = self._config.algorithm, None
         if algorithm.m2_threshold:
-            cutoff = step_cutoff(map(self._squared_log_ratios, self._held), threshold=algorithm.m2_threshold, ranks=self._ranks)
-        for held in self._held:
+            cutoff = step_cutoff(map(self._squared_log_ratios, mini_batch), threshold=algorithm.m2_threshold, ranks=self._ranks)
+        for held in mini_batch:
             self._train(held, cutoff=cutoff)
-        self._held = []
+            self._progressed()
 
     @torch.no_grad()
     def _squared_log_ratios(self, held: LossBatch) -> NDArray[np.float64]:
@@ -141,37 +181,90 @@ class TorchBackend:
 
     def step(self) -> StepFigures:
         """Reduce, normalise, clip, update; see `TrainerBackend`."""
+        learning_rate = policy_learning_rate(self._config, step=self.policy_version)
         try:
-            self._train_held()
-            figures = self._config.algorithm.spec.figures
-            totals, mismatch_max, own = gather_totals(self._micro_batches, ranks=self._ranks, step=self.policy_version, figures=figures)
-            grad_norm = self._reduced_grad_norm(totals)
+            self._whiten_held()
+            updates, told = self._take_updates(learning_rate)
         except RunFailed:
             self.discard()
             raise
-        learning_rate = policy_learning_rate(self._config, step=self.policy_version)
-        self._flat.update(learning_rate=learning_rate, gradient_scale=min(1.0, self._config.trainer.max_grad_norm / (grad_norm + 1e-6)))
-        self._micro_batches = []
+        self._forget()
         self.policy_version += 1
-        own = {name: value / totals.num_units for name, value in own.items()}
-        return _figures(totals, mismatch_max=mismatch_max, grad_norm=grad_norm, learning_rate=learning_rate, own=own)
+        figures = figures_of(updates, learning_rate=learning_rate)
+        return replace(figures, own={**figures.own, **told}) if self._config.trainer.has_mini_batches else figures
 
-    def _reduced_grad_norm(self, totals: Totals) -> float:
+    def _take_updates(self, learning_rate: float) -> tuple[list[Update], dict[str, float]]:
+        """Take the optimizer steps of the train step; return them, and how they went. One that is not finite is left out.
+
+        Raises:
+            StepNotFinite: None is left.
+        """
+        updates: list[Update] = []
+        failed: list[StepNotFinite] = []
+        is_stopped = False
+        for number, (epoch, mini_batch) in enumerate(self._mini_batches()):
+            self._train_held(mini_batch)
+            try:
+                update = self._update(epoch, learning_rate, name=self._name(number), may_stop=bool(updates))
+            except StepNotFinite as error:
+                failed.append(error)
+                self._flat.zero_gradients()
+            else:
+                is_stopped = update is None
+                updates += [] if update is None else [update]
+            self._micro_batches = []
+            if is_stopped:
+                break
+        if not updates:
+            raise failed[-1]
+        for skipped in failed:
+            log.error("mini_batch.skipped", error=str(skipped))
+        return updates, figures_of_passes(updates, num_not_finite=len(failed), is_stopped=is_stopped)
+
+    def _update(self, epoch: int, learning_rate: float, *, name: str, may_stop: bool) -> Update | None:
+        """Take an optimizer step with what was accumulated; None where the policy has moved as far as it may, and what was accumulated is dropped.
+
+        Raises:
+            StepNotFinite: Loss or gradient is not finite, on all ranks.
+        """
+        figures = self._config.algorithm.spec.figures
+        totals, mismatch_max, own = gather_totals(self._micro_batches, ranks=self._ranks, name=name, figures=figures)
+        if may_stop and self._is_far(totals):
+            self._flat.zero_gradients()
+            return None
+        grad_norm = self._reduced_grad_norm(totals, name=name)
+        self._flat.update(learning_rate=learning_rate, gradient_scale=min(1.0, self._config.trainer.max_grad_norm / (grad_norm + 1e-6)))
+        return Update(epoch, totals, mismatch_max, own, grad_norm)
+
+    def _name(self, number: int) -> str:
+        """Name an optimizer step, as errors do."""
+        return f"train step {self.policy_version}" + (f", optimizer step {number}" if self._config.trainer.has_mini_batches else "")
+
+    def _is_far(self, totals: Totals) -> bool:
+        """Return whether the policy has moved as far as it may in a train step."""
+        bound = self._config.trainer.max_kl
+        return bound > 0 and totals.policy_kl / totals.num_loss_tokens > bound
+
+    def _reduced_grad_norm(self, totals: Totals, *, name: str) -> float:
         if not totals.num_loss_tokens:
-            raise RunFailed(f"train step {self.policy_version} holds no loss token on any rank; do its samples have completions?")
+            raise RunFailed(f"{name} holds no loss token on any rank; do its samples have completions?")
         self._ranks.all_reduce(self._flat.gradients)
         grad_norm = self._flat.normalise_gradients(totals.num_units)
         if not math.isfinite(grad_norm):
             raise StepNotFinite(
-                f"train step {self.policy_version}: the gradient's norm must be finite, got {grad_norm} over all ranks; "
-                "the weights are those before the step; lower trainer.learning_rate"
+                f"{name}: the gradient's norm must be finite, got {grad_norm} over all ranks; "
+                "the weights are those before it; lower trainer.learning_rate"
             )
         return grad_norm
 
     def discard(self) -> None:
         """Drop what was accumulated; see `TrainerBackend`."""
-        self._micro_batches, self._held = [], []
+        self._forget()
         self._flat.zero_gradients()
+
+    def _forget(self) -> None:
+        self._micro_batches, self._held = [], []
+        self._batch.clear()
 
     def skip_step(self) -> None:
         """Count up without an update; see `TrainerBackend`."""
@@ -194,7 +287,7 @@ class TorchBackend:
         tensors = dict(state.tensors)
         generators = {name: tensors.pop(name) for name in list(tensors) if name.startswith("rng.")}
         self._flat.load(tensors)
-        self._micro_batches, self._held = [], []
+        self._forget()
         self.policy_version = state.policy_version
         if "rng.torch" in generators:
             torch.set_rng_state(generators["rng.torch"].cpu())
@@ -253,34 +346,3 @@ def make_deterministic(device: torch.device, *, threads: int) -> None:
         torch.use_deterministic_algorithms(True)
         # Filling costs a pass over each new tensor, and nothing here reads one before it is written.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set through a module class
-
-
-def _figures(totals: Totals, *, mismatch_max: float, grad_norm: float, learning_rate: float, own: Mapping[str, float]) -> StepFigures:
-    units, tokens = totals.num_units, totals.num_loss_tokens
-    return StepFigures(
-        loss=totals.loss / units,
-        policy_loss=totals.policy_loss / units,
-        kl_estimate=totals.kl_estimate / units,
-        distill_loss=totals.distillation / units,
-        teacher_kl=totals.teacher_kl / tokens,
-        entropy=totals.entropy / tokens,
-        clip_low_fraction=totals.clip_low / tokens,
-        clip_high_fraction=totals.clip_high / tokens,
-        clip_fraction=(totals.clip_low + totals.clip_high) / tokens,
-        mean_ratio=totals.ratio / tokens,
-        mismatch_kl=totals.mismatch_kl / tokens,
-        mismatch_mean_abs=totals.mismatch_abs / tokens,
-        mismatch_max_abs=mismatch_max,
-        effective_sample_ratio=totals.behaviour_ratio**2 / (tokens * totals.behaviour_ratio_squared),
-        correction_mean=totals.correction / tokens,
-        correction_clip_fraction=totals.correction_clipped / tokens,
-        masked_fraction=totals.masked / tokens,
-        num_rejected_by_veto=int(totals.num_rejected_by_veto),
-        num_rejected_by_divergence=int(totals.num_rejected_by_divergence),
-        grad_norm=grad_norm,
-        learning_rate=learning_rate,
-        num_loss_tokens=int(tokens),
-        num_tokens=int(totals.num_tokens),
-        num_samples=int(totals.num_samples),
-        own=own,
-    )

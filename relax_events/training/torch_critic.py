@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -19,13 +20,17 @@ from relax_events.media.library import MediaLibrary
 from relax_events.models.causal_lm import choose_device
 from relax_events.training.flat_parameters import FlatParameters
 from relax_events.training.loss_batch import with_trained_masks
+from relax_events.training.mini_batches import HeldBatch
 from relax_events.training.packing import PackedBatch, cut_by_cells, loss_values, pack
 from relax_events.training.protocol import TrainerState, ValueFigures
+from relax_events.training.ranks import SingleRank
 from relax_events.training.sample_media import SampleMedia
 from relax_events.training.scoring import score_apart
 from relax_events.training.token_sequence import TokenSequence
 from relax_events.training.torch_backend import make_deterministic, scheduled_learning_rate
 from relax_events.training.value_model import ValueModel
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,16 @@ class _LaidOut:
     advantages: NDArray[np.float64]
     old: NDArray[np.float64]
     """The values that were recorded of its loss tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """An optimizer step: sums over its loss tokens, and the norm of its gradient."""
+
+    loss: float
+    clipped: float
+    num_loss_tokens: int
+    grad_norm: float
 
 
 class TorchCritic:
@@ -53,22 +68,38 @@ class TorchCritic:
         make_deterministic(device, threads=critic.threads)
         self.policy_version = config.first_version
         self._num_steps, self._value_clip = config.run.num_steps, critic.value_clip
-        self._trainer = config.trainer.model_copy(update={"learning_rate": critic.learning_rate or config.trainer.learning_rate})
+        keys = ("learning_rate", "num_epochs", "num_mini_batches")
+        own = {key: value for key in keys if (value := getattr(critic, key)) is not None}
+        self._trainer = config.trainer.model_copy(update=own)
         path = critic.model_path or model.path
         self._model = ValueModel(path, config=model, device=device, dtype=dtype)
         self._media = SampleMedia(self._model.family, MediaLibrary(config, model_path=path))
         self._flat = FlatParameters(self._model.module, config=self._trainer)
         self._sums: list[Tensor] = []
+        self._num_loss_tokens = 0
         self._targets: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = []
+        self._batch = HeldBatch(self._trainer, seed=config.run.seed, ranks=SingleRank())
+        self._progressed: Callable[[], None] = lambda: None
 
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Run forward and backward on a micro-batch; see `Critic`."""
-        max_cells = self._trainer.max_tokens_per_micro_batch
-        parts = [micro_batch] if self._model.shares_rows else cut_by_cells(micro_batch, max_cells=max_cells)
         # All parts are laid out before the first is trained: a sample that can't be learned from is found while nothing was added.
-        for laid_out in [self._laid_out(part) for part in parts]:
-            if len(laid_out.old):
+        for part, laid_out in [(part, self._laid_out(part)) for part in self._parts(micro_batch)]:
+            if not len(laid_out.old):
+                continue
+            self._targets.append((laid_out.old, laid_out.advantages + laid_out.old))
+            if self._trainer.has_mini_batches:
+                self._batch.add(part, laid_out.batch.num_loss_tokens)
+            else:
                 self._train(laid_out)
+
+    def _parts(self, micro_batch: Sequence[SampleReady]) -> Sequence[Sequence[SampleReady]]:
+        max_cells = self._trainer.max_tokens_per_micro_batch
+        return [micro_batch] if self._model.shares_rows else cut_by_cells(micro_batch, max_cells=max_cells)
+
+    def tell_progress(self, progressed: Callable[[], None]) -> None:
+        """Call this after each micro-batch that `step` runs; see `Critic`."""
+        self._progressed = progressed
 
     def _laid_out(self, samples: Sequence[SampleReady]) -> _LaidOut:
         samples = with_trained_masks(samples, algorithm=self._algorithm)
@@ -83,39 +114,84 @@ class TorchCritic:
         losses = value_losses(values, old_values=old_values, returns=returns, value_clip=self._value_clip)
         losses.losses.sum().backward()
         self._sums.append(torch.stack([row.detach().double().sum() for row in (losses.losses, losses.clipped)]))
-        self._targets.append((old, advantages + old))
+        self._num_loss_tokens += len(old)
 
     def step(self) -> ValueFigures:
         """Normalise, clip, update; see `Critic`."""
-        step, self._sums, sums = self.policy_version, [], self._sums
-        self._targets, targets = [], self._targets
+        step, targets = self.policy_version, self._targets
         if not targets:
             raise RunFailed(f"train step {step} holds no loss token; do its samples have completions?")
-        old, returns = (np.concatenate(arrays) for arrays in zip(*targets, strict=True))
-        loss, clipped = (torch.stack(sums).sum(dim=0).cpu().numpy() / len(old)).tolist()
-        grad_norm = self._flat.normalise_gradients(len(old))
-        if not math.isfinite(loss) or not math.isfinite(grad_norm):
-            self._flat.zero_gradients()
-            raise StepNotFinite(
-                f"train step {step}: the critic's loss and gradient must be finite, got {loss} and {grad_norm}; its weights are those "
-                "before the step; lower critic.learning_rate or look at the step's rewards and values"
-            )
         learning_rate = scheduled_learning_rate(self._trainer, step=step, num_steps=self._num_steps)
-        self._flat.update(learning_rate=learning_rate, gradient_scale=min(1.0, self._trainer.max_grad_norm / (grad_norm + 1e-6)))
+        try:
+            updates = self._take_updates(learning_rate)
+        finally:
+            self._forget()
         self.policy_version += 1
+        old, returns = (np.concatenate(arrays) for arrays in zip(*targets, strict=True))
+        num_loss_tokens = sum(update.num_loss_tokens for update in updates)
         return ValueFigures(
-            value_loss=loss,
-            value_clip_fraction=clipped,
+            value_loss=sum(update.loss for update in updates) / num_loss_tokens,
+            value_clip_fraction=sum(update.clipped for update in updates) / num_loss_tokens,
             explained_variance=explained_variance(old, returns=returns),
             value_mean=float(old.mean()),
             return_mean=float(returns.mean()),
-            value_grad_norm=grad_norm,
+            value_grad_norm=sum(update.grad_norm for update in updates) / len(updates),
             value_learning_rate=learning_rate,
         )
 
+    def _take_updates(self, learning_rate: float) -> list[_Update]:
+        """Take the optimizer steps of the train step. One that is not finite is left out.
+
+        Raises:
+            StepNotFinite: None is left.
+        """
+        updates: list[_Update] = []
+        failed: list[StepNotFinite] = []
+        for number, micro_batches in enumerate(self._mini_batches()):
+            for micro_batch in micro_batches:
+                for laid_out in map(self._laid_out, self._parts(micro_batch)):
+                    if len(laid_out.old):
+                        self._train(laid_out)
+                self._progressed()
+            try:
+                updates.append(self._update(learning_rate, number))
+            except StepNotFinite as error:
+                failed.append(error)
+                self._flat.zero_gradients()
+            self._sums, self._num_loss_tokens = [], 0
+        if not updates:
+            raise failed[-1]
+        for skipped in failed:
+            log.error("mini_batch.skipped", error=str(skipped))
+        return updates
+
+    def _mini_batches(self) -> Iterator[list[list[SampleReady]]]:
+        """Give what each optimizer step of the train step has yet to train."""
+        if not self._trainer.has_mini_batches:
+            yield []
+            return
+        for _, micro_batches in self._batch.mini_batches(self.policy_version):
+            yield micro_batches
+
+    def _update(self, learning_rate: float, number: int) -> _Update:
+        loss, clipped = torch.stack(self._sums).sum(dim=0).cpu().numpy().tolist()
+        grad_norm = self._flat.normalise_gradients(self._num_loss_tokens)
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            name = f"train step {self.policy_version}" + (f", optimizer step {number}" if self._trainer.has_mini_batches else "")
+            raise StepNotFinite(
+                f"{name}: the critic's loss and gradient must be finite, got {loss / self._num_loss_tokens} and {grad_norm}; its weights are those "
+                "before it; lower critic.learning_rate or look at the step's rewards and values"
+            )
+        self._flat.update(learning_rate=learning_rate, gradient_scale=min(1.0, self._trainer.max_grad_norm / (grad_norm + 1e-6)))
+        return _Update(loss, clipped, self._num_loss_tokens, grad_norm)
+
+    def _forget(self) -> None:
+        self._sums, self._num_loss_tokens, self._targets = [], 0, []
+        self._batch.clear()
+
     def skip_step(self) -> None:
         """Count up without an update; see `Critic`."""
-        self._sums, self._targets = [], []
+        self._forget()
         self._flat.zero_gradients()
         self.policy_version += 1
 
@@ -135,7 +211,7 @@ class TorchCritic:
     def load_state(self, state: TrainerState) -> None:
         """Go on from a state; see `Critic`."""
         self._flat.load(state.tensors)
-        self._sums, self._targets = [], []
+        self._forget()
         self.policy_version = state.policy_version
 
 

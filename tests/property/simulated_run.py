@@ -162,6 +162,9 @@ class HashingBackend:
         self.policy_version, self._names = self.policy_version + 1, []
         return StepFigures(**dict.fromkeys(StepFigures.__dataclass_fields__, 0) | {"own": {}})
 
+    def tell_progress(self, progressed: Callable[[], None]) -> None:
+        pass
+
     def skip_step(self) -> None:
         self.discard()
         self.policy_version += 1

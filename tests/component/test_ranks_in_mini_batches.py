@@ -1,0 +1,56 @@
+"""Two ranks that take several optimizer steps in a train step, as threads of one process, against one."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from relax_events.training.ranks import SingleRank
+from relax_events.training.torch_backend import TorchBackend
+from tests.unit.test_mini_batches import SAMPLES, THREE_BY_TWO, assert_equal, backend, config_of, train
+
+
+class ThreadRank(SingleRank):
+    """A rank of several that are threads of this process."""
+
+    def __init__(self, rank, barrier, places):
+        self.rank, self.size, self._barrier, self._places = rank, barrier.parties, barrier, places
+
+    def _exchange(self, mine):
+        self._places[self.rank] = mine
+        self._barrier.wait(60)
+        everyone = list(self._places)
+        self._barrier.wait(60)
+        return everyone
+
+    def all_gather(self, values):
+        return np.stack(self._exchange(values))
+
+    def all_gather_bytes(self, data):
+        return self._exchange(data)
+
+    def all_reduce(self, tensor):
+        tensor.copy_(sum(self._exchange(tensor.clone())))
+
+
+@pytest.mark.parametrize("num_first", [0, 2, 6])
+@pytest.mark.parametrize("max_kl", [0.0, 0.05])
+def test_two_ranks_train_like_one_however_the_prompt_groups_lie(num_first, max_kl):
+    algorithm = {"name": "reinforce_plus_plus_baseline", "old_logprobs": "trainer", "m2_threshold": 0.2}
+    trainer = THREE_BY_TWO | {"max_kl": max_kl}
+    barrier, places = threading.Barrier(2), [None, None]
+    ranks = [ThreadRank(rank, barrier, places) for rank in range(2)]
+    both = [TorchBackend(config_of(algorithm, trainer), ranks=one, dtype=torch.float64) for one in ranks]
+    alone = backend(algorithm, trainer)
+    shares = SAMPLES[:num_first], SAMPLES[num_first:]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            mine = list(pool.map(lambda one, share: train(one, [share] if share else []).as_figures(), both, shares))
+            expected = train(alone).as_figures()
+            assert mine[0] == mine[1] == pytest.approx(expected, rel=1e-5, abs=1e-7)
+            assert expected["is_stopped_by_kl"] == (max_kl > 0)
+    for one in both:
+        torch.testing.assert_close(one.weights(), alone.weights(), rtol=0, atol=1e-6)
+    assert_equal(*both)
