@@ -36,8 +36,8 @@ from relax_events.topics import TopicPlan
 FOLDER = Path(__file__).parent / "reference"
 CONVENTIONS = """## Conventions
 
-Where implementations differ, this is what is done here, and by whom otherwise: in TRL 1.16.0, and for the others in their public
-repositories, each in the one version that was read.
+Where implementations differ, this is what is done here, and by whom otherwise: in TRL 1.16.0, and for the others in public copies
+of their code, each in the one version that was read. What is said of Stable-Baselines3 and of DAPO's own filter was not looked up.
 
 | question | here | elsewhere |
 |---|---|---|
