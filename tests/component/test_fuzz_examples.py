@@ -55,7 +55,7 @@ def test_fuzzing_keeps_an_input_that_raises_ends_the_process_or_never_ends(
     check: object, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "EXAMPLES", tmp_path)
-    monkeypatch.setattr(driver, "HANG_SECONDS", 0.5)
+    monkeypatch.setattr(driver, "HANG_SECONDS", 3.0)
     target = Target("made-up", st.sampled_from([b"a", b"bx", b"x"]), check)  # type: ignore[arg-type]
     report = run_target(target, seconds=1.0, seed=1)
     ((found, file),) = report.crashes.items()

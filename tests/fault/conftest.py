@@ -14,6 +14,7 @@ from relax_events.broker.embedded import EmbeddedBroker
 from relax_events.config import RunConfig
 
 TEST_SECONDS = 480
+NUM_OUTPUT_LINES = 40
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -61,3 +62,5 @@ def start_run(directory: Path, broker: EmbeddedBroker, model: Path, run_id: str)
     yield start
     for run in opened:
         run.__exit__(None, None, None)
+        if run.output.exists():
+            print("\n".join(run.output.read_text(errors="replace").splitlines()[-NUM_OUTPUT_LINES:]))  # shown beside a failure

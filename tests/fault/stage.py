@@ -54,7 +54,7 @@ def as_told(completion, *, answer, metadata, prompt):
         time.sleep(1000)
     return badly(completion, answer=answer, metadata=metadata, prompt=prompt)
 """
-SLOW_SECONDS = 8.0
+SLOW_SECONDS = 24.0
 # A judge's engine, `Grader`, which writes a score in place of what a random model writes. Engines that breathe and draw nothing any more:
 # `StuckOnce` for the first time in a run, in whose folder it is, `Stuck` whenever it gets so far.
 ENGINES = """

@@ -152,12 +152,13 @@ def test_worker_is_well_and_not_ready_while_the_broker_is_away(start_run: Callab
     run = start_run(run={"num_steps": 60})
     run.start()
     run.until_steps(2)
-    assert (asked(run, "reward-0", "/healthz"), asked(run, "reward-0", "/readyz")) == ("ok", "ok")
+    assert asked(run, "reward-0", "/healthz").startswith("ok")
+    assert asked(run, "reward-0", "/readyz") == "ok"
     assert run.broker.pid is not None
     os.kill(run.broker.pid, signal.SIGSTOP)
     try:
         run.until(lambda: asked(run, "reward-0", "/readyz") == "no: the broker does not answer", "a worker notices")
-        assert asked(run, "reward-0", "/healthz") == "ok"
+        assert asked(run, "reward-0", "/healthz").startswith("ok")
     finally:
         os.kill(run.broker.pid, signal.SIGCONT)
     run.recovers_within(WORKER_SECONDS)
