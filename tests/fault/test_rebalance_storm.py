@@ -9,6 +9,7 @@ import pytest
 from harness import LIVING_SECONDS, FaultRun, assert_books_balance
 
 from relax_events.broker.consumer import GroupConsumer
+from relax_events.broker.deadline import Deadline
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import SampleScored
 
@@ -18,7 +19,7 @@ TOPICS = {"reward": ["rollout.samples"], "advantage": ["rollout.samples", "rewar
 
 
 def visit(run: FaultRun, role: str) -> int:
-    """Join a role's group, hold partitions for a second, commit nothing, leave; return how many partitions it was given."""
+    """Join a role's group, wait until partitions are given, commit nothing, leave; return how many there were."""
     given: set[tuple[str, int]] = set()
     member = GroupConsumer(
         run.connection,
@@ -26,10 +27,11 @@ def visit(run: FaultRun, role: str) -> int:
         topics=[run.plan.topic(entity) for entity in TOPICS[role]],
         on_assigned=lambda offsets: given.update((offset.topic, offset.partition) for offset in offsets),
     )
+    deadline = Deadline(LIVING_SECONDS)
     try:
-        member.fetch(timeout_seconds=VISIT_SECONDS / 2)
-        run.follow_for(VISIT_SECONDS / 2)
-        member.fetch(timeout_seconds=0.0)
+        while not given and not deadline.passed:
+            member.fetch(timeout_seconds=VISIT_SECONDS / 2)
+            run.follow_for(VISIT_SECONDS / 2)
     finally:
         member.close()
     return len(given)
