@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,7 @@ def lay_out(folder: Path) -> None:
 
 
 def make_model(folder: Path) -> Path:
-    """Make a random model, as `relax models prepare` does, and return its path."""
+    """Make a random model, as `relax models prepare` does, and return its path; the folder that it gives to a run's objects is removed."""
     tree = {
         "run": {"id": "prepare", "directory": str(folder)},
         "model": {"path": str(folder / "model"), "tiny": {"hidden_size": 32, "num_layers": 1, "corpus_rows": len(PROMPTS)}},
@@ -156,6 +157,7 @@ def make_model(folder: Path) -> Path:
     run_file = folder / "prepare.json"
     run_file.write_bytes(orjson.dumps(tree))
     subprocess.run(command("models", "prepare", run_file), cwd=folder, env=environment(), timeout=200, check=True, capture_output=True)
+    shutil.rmtree(folder / "runs" / "prepare")
     return folder / "model"
 
 

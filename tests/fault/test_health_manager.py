@@ -135,7 +135,7 @@ def test_run_is_restored_and_then_given_up_when_nothing_helps(start_run: Callabl
 
 @pytest.mark.long
 def test_controller_that_hangs_ends_itself_when_it_can_again(start_run: Callable[..., FaultRun]) -> None:
-    run = start_run(run={"num_steps": 120}, workers=WORKERS | {"hung_seconds": 25.0})
+    run = start_run(run={"num_steps": 240}, workers=WORKERS | {"hung_seconds": 25.0})
     run.start()
     run.until_steps(3)
     hung = run.signal(signal.SIGSTOP, "controller-0")
