@@ -312,7 +312,9 @@ def test_answers_to_pictures_that_come_in_between_are_those_of_the_trainer(
         whole, is_chosen = np.append(prompt, sample.tokens), np.append(np.zeros(len(prompt), bool), sample.loss_mask.astype(bool))
         talked = replace(request, prompt_tokens=whole[:-1], chosen=is_chosen[:-1], media=media)
         found = expected(talked, whole[-1:], path=model(), start=len(prompt))
-        np.testing.assert_allclose(sample.logprobs[is_chosen[len(prompt) :]], found[is_chosen[len(prompt) :]], rtol=0, atol=TOLERANCE)
+        what = f"{sample.sample_id}: {whole.tolist()}, chosen {np.flatnonzero(is_chosen).tolist()}, {[item.reference.digest for item in media]}"
+        shown = sample.logprobs[is_chosen[len(prompt) :]], found[is_chosen[len(prompt) :]]
+        np.testing.assert_allclose(*shown, rtol=0, atol=TOLERANCE, err_msg=what)
     first_turns = sum(len(sample.turns) > 1 for sample in samples)
     assert inner.usage.num_reused >= first_turns * len(prompt)  # a turn reads nothing again that the server has in its cache
 

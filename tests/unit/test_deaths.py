@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from relax_events.control.deaths import Deaths, Progress
+from relax_events.control.starting.ranks import MISREAD, Ending
 from tests.unit.run_events import beat
 
 PID = 7
@@ -55,3 +58,14 @@ def test_elastic_worker_is_given_up_although_others_get_the_run_on(is_elastic: b
 
 def test_each_start_in_a_row_waits_longer_up_to_half_a_minute() -> None:
     assert [Deaths(num_idle=count).backoff_seconds for count in range(6)] == [0.0, 0.0, 2.0, 10.0, 30.0, 30.0]
+
+
+def test_abort_of_the_broker_client_is_told_from_others_by_what_it_left_in_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "reward-0.log"
+    abort = Ending("reward-0", -signal.SIGABRT, log, None)
+    assert abort.text == "ended by SIGABRT", "there is no log"
+    log.write_text("free(): invalid pointer\n")
+    assert abort.text == "ended by SIGABRT"
+    log.write_text("x" * 40_000 + "\npython3: rdbuf.c:1115: rd_slice_narrow_copy: Assertion `!*\"BUG: \"\"total_offset wraparound\"' failed.\n")
+    assert abort.text == MISREAD
+    assert replace(abort, code=-signal.SIGKILL).text == "ended by SIGKILL"

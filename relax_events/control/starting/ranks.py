@@ -24,6 +24,13 @@ log = structlog.get_logger()
 LOOPBACK = "127.0.0.1"
 OTHERS_SECONDS = 10.0
 """How long the other ranks may take to end by themselves once one has failed: their next collective fails at once, unless they hang."""
+CLIENT_ASSERTS, LOG_END_BYTES = b"rd_slice_", 16 * 1024
+"""What librdkafka's assertions about the bytes of an answer have in their names, and how much of a log is searched for it."""
+MISREAD = (
+    "ended by SIGABRT: Kafka's client stumbled over what it misread behind a record batch whose checksum fails, and would again; find the batch "
+    "with `kafka-dump-log --files` (isvalid: false), then restore its partition from a replica, or delete the records up to its last one with "
+    "kafka-delete-records"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +54,16 @@ class Ending:
         """Name the error, or what is known in its place."""
         if self.error is not None:
             return str(self.error)
+        if self.code == -signal.SIGABRT and CLIENT_ASSERTS in _end_of(self.log_path):
+            return MISREAD
         return f"ended by {_signal_name(-self.code)}" if self.code < 0 else f"ended with exit code {self.code}"
+
+
+def _end_of(path: Path) -> bytes:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - LOG_END_BYTES))
+        return file.read()
+    return b""
 
 
 def _signal_name(number: int) -> str:
