@@ -250,12 +250,13 @@ PPO = AlgorithmSpec(
     source="PPO (arXiv 1707.06347), equations 7 and 11; GAE (arXiv 1506.02438); gamma, gae_lambda, whitening, value clipping: "
     "the N+ implementation details of RLHF with PPO (arXiv 2403.17031).",
     advantage="relax_events.algorithms.gae:generalised_advantages",
-    advantage_settings=("gamma", "gae_lambda", "bootstrap_truncated", "length_adaptive_alpha"),
+    advantage_settings=("gamma", "gae_lambda", "bootstrap_truncated", "length_adaptive_alpha", "turn_gamma"),
     policy_loss=f"{LOSSES}:clipped",
     loss_settings=CLIP,
     settings={
         "gamma": 1.0,
         "gae_lambda": 0.95,
+        "turn_gamma": 0.0,
         "length_adaptive_alpha": 0.0,
         "bootstrap_truncated": False,
         "clip_low": 0.2,
@@ -269,7 +270,9 @@ PPO = AlgorithmSpec(
     notes="The critic's own settings stand in `[critic]`. For the KL in the reward the last of these papers takes `kl_coefficient = 0.05`. "
     "A sample that was cut off by its length ends like any other, unless `bootstrap_truncated` puts the value at its last loss token in the "
     "place of what might have come. VAPO (arXiv 2504.05118) has `critic_gae_lambda = 1`, `length_adaptive_alpha = 0.05` and `clip_high = 0.28`; "
-    "its loss on right answers besides is not built.",
+    "its loss on right answers besides is not built. With `turn_gamma` above 0 it is the bi-level GAE of VAGEN (arXiv 2510.16907): at the last "
+    "token of a turn A = d + turn_gamma gae_lambda A of the next turn's, d = r + turn_gamma V of the next turn's - V; the other tokens of the turn "
+    "go on from there, by gamma. What a token earned before its turn's end counts within that turn alone.",
 )
 
 GDPO = AlgorithmSpec(

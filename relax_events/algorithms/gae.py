@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,12 +21,14 @@ class GroupValues:
         values: Of the critic: what it expects to come from here on, before it sees the token. Zeros where there is no critic.
         lengths: Loss tokens of each sample.
         is_truncated: Whether a sample was cut off by its length.
+        turns: Loss tokens of each turn, for each sample.
     """
 
     rewards: Float64[np.ndarray, "samples tokens"]
     values: Float64[np.ndarray, "samples tokens"]
     lengths: Int64[np.ndarray, " samples"] | None = None
     is_truncated: Bool[np.ndarray, " samples"] | None = None
+    turns: Sequence[Int64[np.ndarray, " turns"]] | None = None
 
 
 def discounted_returns(group: GroupValues, *, gamma: float) -> Float64[np.ndarray, "samples tokens"]:
@@ -37,34 +40,80 @@ def discounted_returns(group: GroupValues, *, gamma: float) -> Float64[np.ndarra
 
 
 def generalised_advantages(
-    group: GroupValues, *, gamma: float, gae_lambda: float, bootstrap_truncated: bool = False, length_adaptive_alpha: float = 0.0
+    group: GroupValues,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    bootstrap_truncated: bool = False,
+    length_adaptive_alpha: float = 0.0,
+    turn_gamma: float = 0.0,
 ) -> Float64[np.ndarray, "samples tokens"]:
     """Sum the errors of the critic from each token on, each discounted by gamma * gae_lambda for a token that it lies ahead (GAE).
 
     The error at a token is reward + gamma * next value - value. Behind a sample's last loss token nothing comes.
 
     Args:
-        group: See `GroupValues`; the last two settings need its lengths.
+        group: See `GroupValues`; the last three settings need its lengths, the last one its turns.
         gamma: Discount of rewards, 0 to 1.
         gae_lambda: Discount of the critic's errors besides, 0 to 1.
         bootstrap_truncated: Take the value at the last loss token for what comes behind it, where a sample was cut off by its length.
             The value behind it is recorded nowhere.
         length_adaptive_alpha: Above 0, lambda is 1 - 1 / (alpha * loss tokens) of each sample, at least 0, in place of gae_lambda.
+        turn_gamma: Above 0, the advantage at the last token of each turn is that of the turn, among turns: errors go from one turn's last token
+            to the next one's, discounted by turn_gamma (* gae_lambda). From there it goes back over the tokens of its own turn as above.
     Returns:
         Advantages, 0 behind a sample's last loss token.
-    Source: Generalized advantage estimation (arXiv 1506.02438), equations 11 and 16; lambda by length: VAPO (arXiv 2504.05118), section 4.2.
+    Source: Generalized advantage estimation (arXiv 1506.02438), equations 11 and 16; lambda by length: VAPO (arXiv 2504.05118), section 4.2;
+        by turn: bi-level GAE of VAGEN (arXiv 2510.16907).
     """
-    following = np.zeros_like(group.values)
+    following, behind = np.zeros_like(group.values), np.zeros(len(group.values))
     following[:, :-1] = group.values[:, 1:]
     if bootstrap_truncated and group.is_truncated is not None:
         lengths = _lengths(group)
         rows = np.flatnonzero(group.is_truncated & (lengths > 0))
-        following[rows, lengths[rows] - 1] = group.values[rows, lengths[rows] - 1]
+        behind[rows] = group.values[rows, lengths[rows] - 1]
+        following[rows, lengths[rows] - 1] = behind[rows]
     errors = group.rewards + gamma * following - group.values
+    if turn_gamma:
+        return _sums_within_turns(group, errors, _turn_advantages(group, behind, turn_gamma, gae_lambda), factor=gamma * gae_lambda)
     if not length_adaptive_alpha:
         return discounted_sums(errors, factor=gamma * gae_lambda)
     lambdas = np.maximum(0.0, 1 - 1 / (length_adaptive_alpha * np.maximum(_lengths(group), 1)))
     return discounted_sums(errors, factor=gamma * lambdas[:, None])
+
+
+def _turn_advantages(
+    group: GroupValues, behind: Float64[np.ndarray, " samples"], turn_gamma: float, gae_lambda: float
+) -> list[Float64[np.ndarray, " turns"]]:
+    """Give the advantage of each turn: GAE over the last tokens of the turns, with the value behind the last of them."""
+    found = []
+    for row, lengths in enumerate(_turns(group)):
+        ends = np.cumsum(lengths) - 1
+        values = group.values[row, ends]
+        errors = group.rewards[row, ends] + turn_gamma * np.append(values[1:], behind[row])[: len(ends)] - values
+        found.append(discounted_sums(errors[None], factor=turn_gamma * gae_lambda)[0])
+    return found
+
+
+def _sums_within_turns(
+    group: GroupValues, errors: Float64[np.ndarray, "samples tokens"], turn_advantages: list[Float64[np.ndarray, " turns"]], *, factor: float
+) -> Float64[np.ndarray, "samples tokens"]:
+    """Sum errors from each token to the end of its turn, where the turn's advantage stands in place of the error."""
+    turns, advantages = _turns(group), np.zeros_like(errors)
+    places = [(row, end - length, end) for row, lengths in enumerate(turns) for length, end in zip(lengths, np.cumsum(lengths), strict=True)]
+    rows = np.zeros((len(places), max((end - begin for _, begin, end in places), default=0)))
+    for number, ((row, begin, end), turn_advantage) in enumerate(zip(places, np.concatenate([np.zeros(0), *turn_advantages]), strict=True)):
+        rows[number, : end - begin] = errors[row, begin:end]
+        rows[number, end - begin - 1] = turn_advantage
+    for (row, begin, end), sums in zip(places, discounted_sums(rows, factor=factor), strict=True):
+        advantages[row, begin:end] = sums[: end - begin]
+    return advantages
+
+
+def _turns(group: GroupValues) -> Sequence[Int64[np.ndarray, " turns"]]:
+    if group.turns is None:
+        raise RewardError("turn_gamma needs the number of loss tokens of each turn, got none")
+    return group.turns
 
 
 def _lengths(group: GroupValues) -> Int64[np.ndarray, " samples"]:

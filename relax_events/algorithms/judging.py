@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from relax_events.algorithms.advantages import GroupRewards
 from relax_events.algorithms.gae import GroupValues
-from relax_events.algorithms.turns import rewards_on_the_way
+from relax_events.algorithms.turns import rewards_on_the_way, turn_lengths
 from relax_events.config import AlgorithmConfig
 from relax_events.config.algorithm_spec import resolve
 from relax_events.errors import ConfigError, RewardError
@@ -117,7 +117,8 @@ class Judge:
         """Lay the loss tokens of the samples into rows, and have the algorithm judge each of them."""
         lengths = np.array([mask.sum() for mask in masks], np.int64)
         shape = len(samples), int(lengths.max())
-        group = GroupValues(np.zeros(shape), np.zeros(shape), lengths, np.array([sample.is_truncated for sample in samples]))
+        is_truncated, turns = np.array([sample.is_truncated for sample in samples]), [turn_lengths(mask) for mask in masks]
+        group = GroupValues(np.zeros(shape), np.zeros(shape), lengths, is_truncated, turns)
         for row, (sample, mask) in enumerate(zip(samples, masks, strict=True)):
             length = int(mask.sum())
             if self._algorithm.needs_critic:

@@ -15,7 +15,8 @@ from relax_events.errors import ConfigError
 
 NOT_SHARED = (
     "normalise_std", "reward_weights", "clip_low", "clip_high", "dual_clip", "gate_positive", "gate_negative", "gamma", "gae_lambda",
-    "length_adaptive_alpha", "bootstrap_truncated", "beta", "label_smoothing", "length_normalised", "nll_coefficient", "trust_radius", "ratio_cap",
+    "turn_gamma", "length_adaptive_alpha", "bootstrap_truncated", "beta", "label_smoothing", "length_normalised", "nll_coefficient", "trust_radius",
+    "ratio_cap",
 )  # fmt: skip
 """Settings that only some algorithms have; those of the others are null."""
 CORRECTION_RANGES = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mask": (0.5, 2.0)}
@@ -72,6 +73,9 @@ class AlgorithmConfig(Section):
     """Between the critic's word alone (0) and the rewards to come alone (1); the critic role is needed where an algorithm has this."""
     critic_gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
     """The same for the returns that the critic learns; `gae_lambda` when left out. VAPO takes 1."""
+    turn_gamma: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Above 0, advantages go from turn to turn first, a reward counting less by this for each turn that it lies ahead, and then from the end of
+    each turn over its own tokens, by `gamma` (bi-level GAE); 0 knows no turns. With `turn_rewards`."""
     length_adaptive_alpha: NonNegative | None = None
     """Above 0, the policy's lambda is 1 - 1 / (length_adaptive_alpha * loss tokens of the sample) in place of `gae_lambda`; VAPO takes 0.05."""
     bootstrap_truncated: bool | None = None
@@ -186,6 +190,8 @@ class AlgorithmConfig(Section):
             raise ValueError(f"dual_clip must be above 1, or 0 for none, got {self.dual_clip}; the paper takes 3")
         if self.critic_gae_lambda is not None and not self.needs_critic:
             raise ValueError(f"critic_gae_lambda = {self.critic_gae_lambda} is not used by {self.name}, which has no critic; leave it out")
+        if self.turn_gamma and self.length_adaptive_alpha:
+            raise ValueError(f"turn_gamma = {self.turn_gamma} has one lambda for all lengths, gae_lambda; leave length_adaptive_alpha out")
         if self.needs_critic and self.has_distill_advantage:
             rule = "distill_placement = 'advantage' would make the critic learn the teacher's judgement as if it were reward"
             raise ValueError(f"{rule}; set distill_placement = 'loss' with {self.name}")

@@ -31,7 +31,7 @@ def _judgement(algorithm: AlgorithmConfig) -> tuple[Any, ...]:
     kl = (algorithm.kl_coefficient, algorithm.kl_estimator, algorithm.old_logprobs) if algorithm.has_reward_kl else ()
     shaping = (algorithm.overlong_ratio, algorithm.overlong_penalty) if algorithm.overlong_ratio else ()
     left_out = algorithm.truncated_samples == "leave_out"
-    critic = (algorithm.gamma, algorithm.gae_lambda, algorithm.length_adaptive_alpha, algorithm.bootstrap_truncated)
+    critic = (algorithm.gamma, algorithm.gae_lambda, algorithm.length_adaptive_alpha, algorithm.bootstrap_truncated, algorithm.turn_gamma)
     teacher = (algorithm.distill_coefficient, algorithm.old_logprobs) if algorithm.has_distill_advantage else ()
     deviation = (algorithm.normalise_std, algorithm.std_correction if algorithm.normalise_std is not False else None)
     return algorithm.name, deviation, algorithm.reward_weights, algorithm.options, left_out, shaping, kl, critic, teacher

@@ -132,6 +132,8 @@ def test_every_installed_algorithm_is_whole() -> None:
         ({"std_correction": 2}, "Input should be 0 or 1"),
         ({"critic_gae_lambda": 1.0}, "critic_gae_lambda = 1.0 is not used by grpo, which has no critic; leave it out"),
         ({"bootstrap_truncated": True}, "bootstrap_truncated = True is not used by grpo"),
+        ({"turn_gamma": 0.9}, "turn_gamma = 0.9 is not used by grpo"),
+        ({"name": "ppo", "turn_gamma": 0.9, "length_adaptive_alpha": 0.05}, "one lambda for all lengths, gae_lambda; leave length_ada"),
         ({"name": "ppo", "length_adaptive_alpha": -1.0}, "greater than or equal to 0"),
         ({"dual_clip": 0.5}, "dual_clip must be above 1, or 0 for none, got 0.5"),
         ({"name": "ppo", "distill_coefficient": 0.1, "distill_placement": "advantage"}, "set distill_placement = 'loss' with ppo"),
@@ -273,6 +275,7 @@ def test_recorded_advantages_are_kept_unless_what_they_depend_on_differs() -> No
     assert needs_advantages(judged(name="rloo"), judged(name="rloo", kl_coefficient=0.1))
     assert needs_advantages(judged(name="ppo"), judged(name="ppo", gae_lambda=0.9))
     assert needs_advantages(judged(name="ppo"), judged(name="ppo", length_adaptive_alpha=0.05))
+    assert needs_advantages(judged(name="ppo"), judged(name="ppo", turn_gamma=1.0))
     assert needs_advantages(judged(name="ppo"), judged(name="ppo", bootstrap_truncated=True))
     assert not needs_advantages(judged(name="ppo"), judged(name="ppo", critic_gae_lambda=1.0))
     assert needs_advantages(judged(), judged(truncated_samples="leave_out"))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from event_samples import ready, rolled_out
 
+from relax_events.algorithms.gae import GroupValues, generalised_advantages
 from relax_events.algorithms.judging import Judge, RewardedSample
 from relax_events.algorithms.turns import rewards_on_the_way, turn_lengths
 from relax_events.config import AlgorithmConfig
@@ -78,6 +79,74 @@ def test_generalised_advantages_of_two_turns_worked_out_by_hand() -> None:
     values = np.array([9.0, 0.5, 0.25, 9.0, 0.5, 0.125])
     one = sample(2.0, mask, values=values, turn_rewards=[1.0, 0.0], token_rewards=np.array([0.0, 0.0, 0.5, 0.0]))
     assert judged(one, name="ppo", gamma=0.5, gae_lambda=0.5) == [0.0, -0.115234375, 1.0390625, 0.0, 0.15625, 0.375]
+
+
+def test_advantages_of_two_turns_by_turn_worked_out_by_hand() -> None:
+    # As above; with turn_gamma 0.5 the turns' last tokens have d = (1 + 0.5 * 0.125 - 0.25, 0.5 - 0.125) = (0.8125, 0.375),
+    # so A1 = 0.8125 + 0.375 / 4 and A3 = 0.375; the others go on from there: A0 = -0.375 + A1 / 4, A2 = 0.0625 + A3 / 4.
+    mask = np.array([0, 1, 1, 0, 1, 1], np.uint8)
+    values = np.array([9.0, 0.5, 0.25, 9.0, 0.5, 0.125])
+    one = sample(2.0, mask, values=values, turn_rewards=[1.0, 0.0], token_rewards=np.array([0.0, 0.0, 0.5, 0.0]))
+    given = judged(one, name="ppo", gamma=0.5, gae_lambda=0.5, turn_gamma=0.5)
+    assert given == [0.0, -0.1484375, 0.90625, 0.0, 0.15625, 0.375]
+
+
+def by_turn(rewards: list[float], values: list[float], turns: list[int], *, gammas: tuple[float, float], own: float, behind: float) -> list[float]:
+    """Work out bi-level GAE token by token: from the last turn to the first, and in each from its last token to its first."""
+    advantages, end, ahead, next_value = [0.0] * len(rewards), len(rewards), 0.0, behind
+    for length in reversed(turns):
+        last = end - 1
+        ahead = rewards[last] + gammas[1] * next_value - values[last] + gammas[1] * own * ahead
+        advantages[last], next_value = ahead, values[last]
+        for place in reversed(range(end - length, last)):
+            advantages[place] = rewards[place] + gammas[0] * values[place + 1] - values[place] + gammas[0] * own * advantages[place + 1]
+        end -= length
+    return advantages
+
+
+def test_advantages_by_turn_are_those_of_the_recursion_whoever_else_is_in_the_group() -> None:
+    generator = np.random.default_rng(8)
+    masks = [MASK, np.ones(4, np.uint8), np.array([0, 1, 0, 1, 0, 1], np.uint8), np.zeros(3, np.uint8)]
+    group = []
+    for number, mask in enumerate(masks):
+        lengths = turn_lengths(mask)
+        by_end, by_place = generator.normal(size=len(lengths)), generator.normal(size=int(lengths.sum()))
+        total = float(by_end.sum() + by_place.sum()) + (0.75 if len(lengths) else 0.0)
+        values = generator.normal(size=len(mask)).astype(np.float32)
+        parts = {"turn_rewards": by_end, "token_rewards": by_place, "values": values, "is_truncated": number % 2 == 0}
+        group.append(RewardedSample(sample_id=str(number), reward=total, loss_mask=mask, components={}, **parts))
+    settings = {"name": "ppo", "gamma": 0.9, "gae_lambda": 0.8, "turn_gamma": 0.7, "bootstrap_truncated": True}
+    judge = Judge(AlgorithmConfig.model_validate(settings), max_new_tokens=16)
+    for one, given in zip(group, judge(group), strict=True):
+        assert one.values is not None
+        assert given.tolist() == judge([one])[0].tolist()
+        mask, lengths = one.loss_mask.astype(bool), turn_lengths(one.loss_mask)
+        values = one.values[mask].astype(float).tolist()
+        rewards = rewards_on_the_way(one.loss_mask, turn_rewards=one.turn_rewards, token_rewards=one.token_rewards, sample_id="")
+        rewards[-1:] += 0.75
+        behind = values[-1] if values and one.is_truncated else 0.0
+        expected = by_turn(rewards.tolist(), values, lengths.tolist(), gammas=(0.9, 0.7), own=0.8, behind=behind)
+        assert given[mask].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert not given[~mask].any()
+
+
+def test_sample_of_one_turn_has_the_same_advantages_by_turn() -> None:
+    one = sample(2.0, np.ones(5, np.uint8), values=np.linspace(-1, 1, 5))
+    plain = judged(one, name="ppo", gamma=0.9, gae_lambda=0.8)
+    assert judged(one, name="ppo", gamma=0.9, gae_lambda=0.8, turn_gamma=0.3) == pytest.approx(plain, rel=1e-6)
+
+
+def test_advantages_by_turn_need_the_turns() -> None:
+    group = GroupValues(np.zeros((1, 2)), np.zeros((1, 2)))
+    with pytest.raises(RewardError, match="turn_gamma needs the number of loss tokens of each turn, got none"):
+        generalised_advantages(group, gamma=1.0, gae_lambda=1.0, turn_gamma=1.0)
+
+
+def test_critic_learns_what_came_by_turn() -> None:
+    """Returns are advantages by turn with the critic's own lambda, plus the recorded values."""
+    algorithm = AlgorithmConfig.model_validate({"name": "ppo", "turn_gamma": 0.5, "critic_gae_lambda": 1.0})
+    assert algorithm.of_critic is not None
+    assert (algorithm.of_critic.turn_gamma, algorithm.of_critic.gae_lambda) == (0.5, 1.0)
 
 
 def test_total_alone_counts_where_a_sample_has_one_advantage() -> None:
