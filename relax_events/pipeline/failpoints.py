@@ -46,6 +46,7 @@ POINTS = {
     "advantage.before_commit": "joined samples are acknowledged, the input offsets are not committed",
     "advantage.handing_over": "partitions are being taken away, offsets are committed, open joins are not dropped",
     "trainer.after_accumulate": "a step's gradients are complete, the weights are old",
+    "trainer.after_optimizer_step": "the weights of a step have moved, others of its optimizer steps may be left",
     "weights.before_manifest": "a version's tensors are in the store, its manifest is not",
     "weights.broadcasting": "a bucket of a version is on its way to an engine, its artifact may be whole or not",
     "rollout.receiving": "a bucket of a version has come from the trainer, the engine has the version before",

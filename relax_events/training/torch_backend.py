@@ -21,6 +21,7 @@ from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
 from relax_events.models.causal_lm import choose_device
 from relax_events.models.families import freeze
+from relax_events.pipeline.failpoints import failpoint
 from relax_events.training.flat_parameters import FlatParameters
 from relax_events.training.loss_batch import LossBatch
 from relax_events.training.mini_batches import HeldBatch
@@ -212,6 +213,7 @@ class TorchBackend:
             else:
                 is_stopped = update is None
                 updates += [] if update is None else [update]
+                failpoint("trainer.after_optimizer_step")
             self._micro_batches = []
             if is_stopped:
                 break

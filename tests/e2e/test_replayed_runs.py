@@ -54,6 +54,24 @@ def test_replay_is_its_source_bit_for_bit(relax: Relax, finished_run: FinishedRu
     assert [step["loss"] for step in shown["steps"]] == recorded["curves"]["loss"]
 
 
+@pytest.mark.long
+def test_replay_of_several_optimizer_steps_each_is_its_source_bit_for_bit(
+    relax: Relax, run_file: Path, run_id: str, bootstrap_servers: str, tmp_path: Path
+) -> None:
+    where = f"broker.bootstrap_servers={bootstrap_servers}"
+    ended = relax("run", run_file, where, "trainer.num_epochs=2", "trainer.num_mini_batches=2")
+    assert ended.code == 0, ended.err
+    directory = tmp_path / ".relax"
+    again = relax("runs", "replay", run_id, f"{run_id}-r", "--verify", "--bootstrap-servers", bootstrap_servers, "--directory", directory)
+    assert again.code == 0, again.err
+    assert f"steps are those of {run_id}, bit for bit" in again.out
+    once = relax("run", run_file, where, f"run.id={run_id}-once")
+    assert once.code == 0, once.err
+    first, replayed, other = (report_of(tmp_path, name)["weights_digests"] for name in (run_id, f"{run_id}-r", f"{run_id}-once"))
+    assert first == replayed
+    assert not set(first) & set(other), "the passes are no others than one"
+
+
 def test_replay_with_gspo_differs_from_version_one_on(relax: Relax, finished_run: FinishedRun, run_id: str, tmp_path: Path) -> None:
     source = finished_run.config.run.id
     where = (TRUST, *place(finished_run, tmp_path))

@@ -54,6 +54,7 @@ LONG = [
     ("teacher.before_flush:2", "teacher.before_commit", "teacher.after_commit"),
     ("judge.at_work:5", "judge.before_flush:8", "judge.before_commit:4", "judge.after_commit:6"),
     ("evaluator.before_load:2", "evaluator.generating:2", "evaluator.after_write:2"),
+    ("trainer.after_optimizer_step:6",),
     ("critic.before_flush:2", "critic.before_commit:4", "critic.after_commit:6", "critic.learning:5"),
 ]
 
@@ -77,7 +78,7 @@ def test_run_ends_by_itself_when_workers_kill_themselves_at(points: tuple[str, .
         evaluation=evaluation if is_evaluated else {},
         algorithm={"distill_coefficient": 0.1} if is_taught else {"name": "ppo"} if points[0].startswith("critic.") else {},
         teacher={"model_path": str(directory / "model")} if is_taught else {},
-        trainer={"checkpoint_every": 3},
+        trainer={"checkpoint_every": 3} | ({"num_epochs": 2, "num_mini_batches": 2} if points[0].startswith("trainer.") else {}),
         weights={"transport": "gloo", "bucket_bytes": 4096, "overlap": True} if is_broadcast else {},
         workers={"advantage": 2, "max_restarts": len(points)},
         **{"reward": {"function": f"{directory / 'reward.py'}:badly", "timeout_seconds": 1.0}} | judged,

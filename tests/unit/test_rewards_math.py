@@ -181,6 +181,15 @@ def test_all_boxes_of_a_reference_are_wanted(completion: str, reward: float) -> 
     assert call(math, completion, r"$\boxed{1}$ papers and $\boxed{2}$ bins") == reward
 
 
+@pytest.mark.parametrize("answer", ["2", r"\boxed{2}"])
+def test_last_box_alone_counts_where_it_is_asked_to(answer: str) -> None:
+    completion = r"It is \boxed{1} and \boxed{2}."
+    assert (call(math, completion, answer), call(math, completion, answer, boxes="last")) == (0.0, 1.0)
+    assert call(math, completion, r"$\boxed{1}$ papers and $\boxed{2}$ bins", boxes="last") == 0.0
+    assert call(math, completion, answer, boxes="last", box_only=True) == 1.0
+    assert call(math, r"The final answer is 2. I hope it is correct.", answer, boxes="last") == 1.0
+
+
 def test_reference_with_boxes_far_from_each_other_is_refused() -> None:
     with pytest.raises(ValueError, match="boxes 1, 2 far from each other"):
         call(math, r"\boxed{2}", r"First \boxed{1}. Then there is much more to say before the second part of all this is done. So \boxed{2}.")

@@ -127,18 +127,36 @@ def test_whole_step_algorithm_trains_what_a_whitened_and_masked_step_would():
     assert 0 < figures["masked_fraction"] < 0.5
 
 
-def test_deviation_of_the_steps_rewards_divides_every_micro_batchs_advantages():
+@pytest.mark.parametrize("given", [{}, {"std_correction": 1}, {"std_correction": 0}])
+def test_deviation_of_the_steps_rewards_divides_every_micro_batchs_advantages(given):
     rewards = [float(index % 3) for index in range(len(SAMPLES))]
     rewarded = [changed(sample, reward=reward) for sample, reward in zip(SAMPLES, rewards, strict=True)]
     empty = changed(rewarded[0], loss_mask=np.zeros_like(rewarded[0].loss_mask), reward=1e6)  # has no part in the deviation
-    mine = backend(algorithm={"name": "dr_grpo", "whiten_advantages": "rewards"})
+    mine = backend(algorithm={"name": "dr_grpo", "whiten_advantages": "rewards"} | given)
+    deviation = np.std(rewards, ddof=given.get("std_correction", 1))
     for part in (rewarded[:3], [empty], rewarded[3:]):
         mine.accumulate(part)
     other = backend(algorithm={"name": "dr_grpo"})
-    other.accumulate([changed(sample, advantages=(sample.advantages / np.std(rewards, ddof=1)).astype(np.float32)) for sample in SAMPLES])
+    other.accumulate([changed(sample, advantages=(sample.advantages / deviation).astype(np.float32)) for sample in SAMPLES])
     figures, expected = mine.step(), other.step()
     assert figures.loss == pytest.approx(expected.loss, rel=1e-5)
     assert figures.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("over", ["tokens", "samples"])
+@pytest.mark.parametrize("given", [{}, {"std_correction": 0}, {"std_correction": 1}])
+def test_advantages_are_whitened_over_the_whole_step_by_n_or_one_less(over, given):
+    mine, other = backend(algorithm={"whiten_advantages": over} | given), backend(algorithm={})
+    for part in (SAMPLES[:3], SAMPLES[3:]):
+        mine.accumulate(part)
+    masks = [np.array(sample.loss_mask, bool) for sample in SAMPLES]
+    each = [sample.advantages[mask].astype(np.float64) for sample, mask in zip(SAMPLES, masks, strict=True)]
+    units = np.concatenate(each) if over == "tokens" else np.array([values.mean() for values in each if len(values)])
+    deviation = units.std(ddof=given.get("std_correction", 0))
+    white = [np.where(mask, (sample.advantages - units.mean()) / deviation, 0) for sample, mask in zip(SAMPLES, masks, strict=True)]
+    other.accumulate([changed(sample, advantages=values.astype(np.float32)) for sample, values in zip(SAMPLES, white, strict=True)])
+    figures, expected = mine.step(), other.step()
+    assert (figures.loss, figures.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-5)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sample_mean"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 from relax_events.rewards.declaring import declares
 from relax_events.rewards.verifiers.answers import THOUGHT_END, final_text, last_box, references, short_answer, tagged_answer
@@ -20,13 +20,14 @@ INLINE_MATH = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DO
 LAST_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 UNITS = re.compile(r"\\%|%|\\?\$|\b(?:degrees?|units?|dollars?|cents?|cm|meters?|feet|inches|hours?|minutes?|seconds?|points?)\b")
 THINK_THEN_ANSWER = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
+Boxes = Literal["joined", "last"]
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
-def find_math(completion: str, *, answer: str, box_only: bool = False, **_: Any) -> MathFinding:
+def find_math(completion: str, *, answer: str, box_only: bool = False, boxes: Boxes = "joined", **_: Any) -> MathFinding:
     """Judge the final answer behind the reasoning."""
     text = final_text(completion)
-    return find_boxed(text, answer) if box_only else find_answer(text, answer)
+    return (find_boxed if box_only else find_answer)(text, answer, last_alone=boxes == "last")
 
 
 def find_after_reasoning(completion: str, *, answer: str, **_: Any) -> MathFinding:
@@ -55,14 +56,15 @@ def find_answer_line(completion: str, *, answer: str, **_: Any) -> MathFinding:
 
 
 @declares(source="math-verify's rules of equality, github.com/huggingface/math-verify", packages=PACKAGES, prepare=warm_up, explain=find_math)
-def math(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str, box_only: bool = False) -> float:
+def math(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str, box_only: bool = False, boxes: Boxes = "joined") -> float:
     r"""Give 1 when the final answer equals a reference in mathematics, else 0.
 
     The final answer is the last box, with those that "and", "or", a comma or a semicolon joins to it, or the later sentence "The final
     answer is ... I hope it is correct"; where there is neither, what follows "answer is" or "answer:" in the last 1,000 characters,
     and else the last formula or number that math-verify finds there. The references are one text or a JSON list of some, boxed or not,
     in LaTeX or in the syntax of programs (`2*pi`, `x**2`, `1e4`). Of a reference with several boxes all are wanted, in any order.
-    With `box_only` an answer outside of a box does not count.
+    With `box_only` an answer outside of a box does not count. With `boxes = "last"` the last box alone is the answer, as it is for verl's
+    reward of the same data; then a completion that boxes two solutions one by one is wrong.
 
     The rules of equality are math-verify's: `50\%` equals 50, decimals agree to six digits, `32, 349` is two numbers and `32,349` is
     one. Over math-verify's own tests two verdicts differ from its: a reference whose boxes stand far from each other is refused where
@@ -73,7 +75,7 @@ def math(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str,
         RewardError: The answer is too long, too deeply nested, or holds a number too large to be worked out.
         ValueError: The sample has no reference answer, or one with several answers in boxes far from each other.
     """
-    return find_math(completion, answer=answer, box_only=box_only).reward
+    return find_math(completion, answer=answer, box_only=box_only, boxes=boxes).reward
 
 
 @declares(source="DeepScaleR's reward, github.com/rllm-org/rllm", packages=PACKAGES, prepare=warm_up, explain=find_after_reasoning)

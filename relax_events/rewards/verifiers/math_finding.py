@@ -42,7 +42,7 @@ class MathFinding(Explanation):
         return float(self.is_right)
 
 
-def find_answer(text: str, answer: str) -> MathFinding:
+def find_answer(text: str, answer: str, *, last_alone: bool = False) -> MathFinding:
     """Compare the final answer of a text with the reference answers: its last box or closing sentence, else what it states last.
 
     Raises:
@@ -55,12 +55,12 @@ def find_answer(text: str, answer: str) -> MathFinding:
         stated = find_stated(closing[0], answer)
         if stated.answer is not None:
             return stated
-    boxed = find_boxed(text, answer)
+    boxed = find_boxed(text, answer, last_alone=last_alone)
     return find_stated(text, answer) if boxed.answer is None else boxed
 
 
-def find_boxed(text: str, answer: str) -> MathFinding:
-    """Compare what a text has boxed last with the reference answers.
+def find_boxed(text: str, answer: str, *, last_alone: bool = False) -> MathFinding:
+    """Compare what a text has boxed last with the reference answers: the last box, with those that are joined to it unless it counts alone.
 
     Raises:
         RewardError: Nobody can decide whether the answer is right.
@@ -68,6 +68,7 @@ def find_boxed(text: str, answer: str) -> MathFinding:
     wanted = [reference_text(one) for one in references(answer)]
     if not (boxes := last_boxes(text)):
         return MathFinding(answer=None, place="no box", why="nothing is boxed", is_right=False)
+    boxes = boxes[-1:] if last_alone else boxes
     given = ", ".join(boxes)
     return _verdict(given, any(are_equal(given, one) for one in wanted), "the last box" if len(boxes) == 1 else "the last boxes", wanted)
 
