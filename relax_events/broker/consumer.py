@@ -12,7 +12,7 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaExcepti
 from relax_events.broker.connection import Connection, error_of
 from relax_events.broker.damage import damage_error
 from relax_events.broker.deadline import Deadline
-from relax_events.broker.fetching import HAND_OVER_SECONDS, LEADER_CHANGE_SECONDS, READER_SETTINGS, Fetching, Place, is_end, place_of, record_of
+from relax_events.broker.fetching import HAND_OVER_SECONDS, LEADER_CHANGE_SECONDS, Fetching, Place, is_end, place_of, reader_settings, record_of
 from relax_events.broker.heartbeats import STATISTICS_SECONDS, HeartbeatWatch
 from relax_events.broker.membership import MembershipWatch
 from relax_events.broker.records import Record, logged
@@ -54,7 +54,7 @@ class GroupConsumer(Fetching):
             on_commit=_report_commit,
             statistics_interval_ms=int(STATISTICS_SECONDS * 1000),
             stats_cb=self._heartbeats.note,
-            **READER_SETTINGS,
+            **reader_settings(),
         )
         super().__init__(Consumer(settings), connection)
         self._connection, self._on_assigned, self._on_revoked = connection, on_assigned, on_revoked
@@ -207,7 +207,7 @@ class LogReader(Fetching):
                 the answer to its last request first.
         """
         name = consumer_group or f"relax.{connection.client_id}.reader"  # within the run's prefix, for its rights
-        settings = connection.settings(group_id=name, enable_partition_eof=True, **READER_SETTINGS | {"fetch_wait_max_ms": fetch_wait_ms})
+        settings = connection.settings(group_id=name, enable_partition_eof=True, **reader_settings() | {"fetch_wait_max_ms": fetch_wait_ms})
         super().__init__(Consumer(settings), connection)
         self._shown: set[str] = set()
         if start:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -12,6 +13,7 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from relax_events.broker.connection import Connection, error_of, translate
 from relax_events.broker.damage import damage_error, damaged_records
 from relax_events.broker.deadline import Deadline
+from relax_events.broker.examining import Examiner, is_asked_for
 from relax_events.broker.records import Record
 from relax_events.errors import AccessDenied, BrokerUnavailable
 
@@ -46,6 +48,11 @@ CUT_LOG = {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE}
 Place = tuple[str, int]
 
 
+def reader_settings() -> dict[str, Any]:
+    """Return what all readers set; the client leaves checksums to an `Examiner` where that is asked for."""
+    return READER_SETTINGS | {"check_crcs": not is_asked_for()}
+
+
 class Fetching:
     """What both kinds of readers share: waiting for records without spinning, and meeting a log that was cut off."""
 
@@ -55,6 +62,7 @@ class Fetching:
         self._timeout_seconds = connection.request_timeout_seconds
         self._ask_seconds = min(HAND_OVER_SECONDS, self._timeout_seconds)
         self._behind_damage: dict[Place, int] = {}
+        self._examiner = Examiner(self._leader, timeout_seconds=self._timeout_seconds) if is_asked_for() else None
         self.positions: dict[Place, int] = {}
 
     def lag(self) -> dict[Place, int]:
@@ -103,7 +111,27 @@ class Fetching:
             elif self._is_record(message) or is_end(message):
                 if place in self._behind_damage:
                     self._behind_damage[place] = message.offset() + (not is_end(message))
-                yield message
+                yield message if is_end(message) else self._examined(message, with_damaged=with_damaged)
+
+    def _examined(self, message: Any, *, with_damaged: bool) -> Any:
+        """Give a message, or where its record batch was altered and the client was not to look, a record without a value in its place."""
+        place = message.topic(), message.partition()
+        if self._examiner is None or (altered := self._examiner.altered(*place, message.offset())) is None:
+            return message
+        if not with_damaged:
+            raise damage_error(*place, altered.start)
+        return replace(Record.of(message), value=b"", is_damaged=True)
+
+    def _leader(self, topic: str, partition: int) -> Connection:
+        """Return how to reach the broker that leads a partition."""
+        try:
+            found = self._consumer.list_topics(topic, timeout=self._ask_seconds)
+            leader = found.brokers[found.topics[topic].partitions[partition].leader]
+        except KafkaException as exception:
+            raise self._connection.translate(error_of(exception), f"asking who leads {topic}[{partition}]") from exception
+        except KeyError:
+            raise BrokerUnavailable(f"{topic}[{partition}] has no leader; see that all brokers run") from None
+        return replace(self._connection, bootstrap_servers=f"{leader.host}:{leader.port}")
 
     def _is_misread(self, place: Place, message: Any) -> bool:
         """Tell whether this is the client's late complaint about what it took for records behind a damaged batch."""
@@ -118,8 +146,14 @@ class Fetching:
         low, high = self.watermarks(topic, partition)
         if not low <= first < high:
             raise damage_error(topic, partition, first)
-        records, stop = damaged_records(self._connection, READER_SETTINGS, topic=topic, partition=partition, first=first, high=high)
-        log.error("record_batch.damaged", topic=topic, partition=partition, offset=first, num_records=len(records), resumed_at=stop)
+        if self._examiner is None:
+            records, stop = damaged_records(self._connection, READER_SETTINGS, topic=topic, partition=partition, first=first, high=high)
+            log.error("record_batch.damaged", topic=topic, partition=partition, offset=first, num_records=len(records), resumed_at=stop)
+        elif (altered := self._examiner.altered(topic, partition, first)) is None:
+            raise damage_error(topic, partition, first)
+        else:
+            stop = min(altered.stop, high)
+            records = [Record(topic, partition, offset, "", b"", {}, 0, is_damaged=True) for offset in range(first, stop)]
         self._behind_damage[topic, partition] = stop
         self._restart(topic, partition, stop)
         return records
@@ -222,6 +256,8 @@ class Fetching:
     def close(self) -> None:
         """Leave the group and the broker."""
         self._consumer.close()
+        if self._examiner is not None:
+            self._examiner.close()
 
 
 def is_damage(message: Any) -> bool:

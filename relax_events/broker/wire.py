@@ -150,7 +150,7 @@ class Wire:
                 failure = error
         raise failure
 
-    def ask(self, api_key: int, version: int, body: bytes, *, is_flexible: bool = False) -> Reader:
+    def ask(self, api_key: int, version: int, body: bytes, *, is_flexible: bool = False, max_bytes: int = MAX_ANSWER_BYTES) -> Reader:
         """Send a request and return its answer.
 
         Args:
@@ -158,6 +158,7 @@ class Wire:
             version: Of the request.
             body: What follows the header.
             is_flexible: Whether this version has tagged fields; then headers have some too, none here.
+            max_bytes: The longest answer that is believed.
         Raises:
             BrokerUnavailable: The connection broke, or no answer came in time.
         """
@@ -166,7 +167,7 @@ class Wire:
         try:
             self._socket.sendall(struct.pack(">i", len(message)) + message)
             (length,) = struct.unpack(">i", self._receive(4))
-            if not 4 <= length <= MAX_ANSWER_BYTES:
+            if not 4 <= length <= max_bytes:
                 raise BrokerError(f"the broker's answer to request {api_key} claims {length} bytes; is that a Kafka broker?")
             answer = Reader(self._receive(length))
         except OSError as error:
@@ -177,13 +178,13 @@ class Wire:
         return answer
 
     def _receive(self, num_bytes: int) -> bytes:
-        received = b""
+        received = bytearray()
         while len(received) < num_bytes:
             part = self._socket.recv(num_bytes - len(received))
             if not part:
                 raise ConnectionResetError("the broker closed the connection")
             received += part
-        return received
+        return bytes(received)
 
     def _log_in(self) -> None:
         mechanism = str(self._settings.get("sasl.mechanism", self._settings.get("sasl.mechanisms", "")))

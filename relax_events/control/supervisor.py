@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import structlog
 
 from relax_events.broker.credentials import credential_environment
+from relax_events.broker.examining import VARIABLE as EXAMINE
 from relax_events.config import RunConfig
 from relax_events.control.deaths import BACKOFF_SECONDS, Deaths, Progress
 from relax_events.control.scaling import Departure, ElasticWorker, Standing
@@ -246,6 +248,8 @@ class Supervisor:
         if counts:
             managed.deaths = managed.deaths.after(progress, worker_id=managed.worker_id, role=managed.role, pid=process.pid)
         is_too_often = counts and managed.deaths.exceeds(self._config.workers.max_restarts, is_elastic=managed.is_elastic)
+        if ending.has_misread:
+            self._examine_records()
         if ending.code in FATAL_CODES or is_too_often:
             return self._give_up(managed, ending)
         delay = 0.0 if is_asked else AWAY_SECONDS if is_away else managed.deaths.backoff_seconds
@@ -253,6 +257,13 @@ class Supervisor:
         managed.process, managed.start_after = None, time.monotonic() + delay
         what = "was ended by the health manager" if is_asked else f"died: {ending.text[:MAX_NOTE]}"
         return f"{ending.worker_id} {what}; it is started again; log: {ending.log_path}"
+
+    def _examine_records(self) -> None:
+        """Have this process, and all that are started from now on, check record batches themselves: Kafka's client would abort again."""
+        os.environ[EXAMINE] = "1"
+        self._environment[EXAMINE] = "1"
+        for managed in self._processes.values():
+            managed.orders = {name: replace(order, environment=order.environment | {EXAMINE: "1"}) for name, order in managed.orders.items()}
 
     def _give_up(self, managed: ManagedProcess, ending: Ending) -> str:
         """Give an elastic worker up, or end the run with the error of another one."""

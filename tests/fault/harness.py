@@ -25,6 +25,7 @@ from relax_events.broker.admin import Admin
 from relax_events.broker.connection import Connection
 from relax_events.broker.consumer import LogReader
 from relax_events.broker.embedded import EmbeddedBroker
+from relax_events.broker.examining import VARIABLE as EXAMINE
 from relax_events.broker.records import Record
 from relax_events.config import RunConfig
 from relax_events.control.address import reached
@@ -272,7 +273,7 @@ class FaultRun:
             ended = subprocess.run(
                 command("ledger", "check", self.run_file, "--output", "json"),
                 cwd=self.folder,
-                env=environment(),
+                env=environment() | {name: value for name, value in self.variables.items() if name == EXAMINE},
                 capture_output=True,
                 timeout=200 * self.patience,
                 check=False,

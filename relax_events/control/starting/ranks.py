@@ -27,9 +27,8 @@ OTHERS_SECONDS = 10.0
 CLIENT_ASSERTS, LOG_END_BYTES = b"rd_slice_", 16 * 1024
 """What librdkafka's assertions about the bytes of an answer have in their names, and how much of a log is searched for it."""
 MISREAD = (
-    "ended by SIGABRT: Kafka's client stumbled over what it misread behind a record batch whose checksum fails, and would again; find the batch "
-    "with `kafka-dump-log --files` (isvalid: false), then restore its partition from a replica, or delete the records up to its last one with "
-    "kafka-delete-records"
+    "ended by SIGABRT: Kafka's client stumbled over what it misread behind a record batch whose checksum fails; what is started from now on "
+    "checks record batches itself (RELAX_EXAMINE_RECORDS=1)"
 )
 
 
@@ -50,11 +49,16 @@ class Ending:
     error: FinalError | None
 
     @property
+    def has_misread(self) -> bool:
+        """Whether Kafka's client aborted over the bytes of an answer."""
+        return self.code == -signal.SIGABRT and CLIENT_ASSERTS in _end_of(self.log_path)
+
+    @property
     def text(self) -> str:
         """Name the error, or what is known in its place."""
         if self.error is not None:
             return str(self.error)
-        if self.code == -signal.SIGABRT and CLIENT_ASSERTS in _end_of(self.log_path):
+        if self.has_misread:
             return MISREAD
         return f"ended by {_signal_name(-self.code)}" if self.code < 0 else f"ended with exit code {self.code}"
 

@@ -1,0 +1,85 @@
+"""Record batches as their bytes tell, and which of them were altered."""
+
+from __future__ import annotations
+
+import pytest
+
+from relax_events.broker.connection import Connection
+from relax_events.broker.embedded.checkpoint import bootstrap_checkpoint
+from relax_events.broker.examining import VARIABLE, Batch, Examiner, batches
+from relax_events.broker.fetching import reader_settings
+from relax_events.errors import BrokerUnavailable
+
+DATA = bootstrap_checkpoint({"one": 1, "two": 2, "three": 3}, timestamp_milliseconds=0)
+"""Three record batches, as Kafka reads them: offsets 0, 1 to 3, and 4."""
+OFFSETS = [(0, 1), (1, 4), (4, 5)]
+
+
+def standings(data: bytes) -> list[bool]:
+    return [batch.is_sound for batch in batches(data)]
+
+
+def spans(data: bytes) -> list[tuple[int, int]]:
+    return [(batch.first, batch.stop) for batch in batches(data)]
+
+
+def test_batches_lie_one_behind_the_other() -> None:
+    assert (spans(DATA), standings(DATA)) == (OFFSETS, [True] * 3)
+    assert list(batches(b"")) == list(batches(DATA[:60])) == []
+
+
+@pytest.mark.parametrize("at", [-1, -2, -20])
+def test_one_altered_bit_is_seen_and_the_others_are_sound(at: int) -> None:
+    first_bytes = len(DATA) - sum(21 - 4 + len(batch.checked) for batch in list(batches(DATA))[1:])
+    middle = bytearray(DATA)
+    end = first_bytes + 17 + len(list(batches(DATA))[1].checked)
+    middle[end + at] ^= 1
+    assert standings(bytes(middle)) == [True, False, True]
+
+
+def test_batch_that_is_cut_off_or_claims_another_length_or_format_is_not_sound_and_ends_the_answer() -> None:
+    assert (spans(DATA[:-1]), standings(DATA[:-1])) == (OFFSETS, [True, True, False])
+    for place, byte in ((8, 0x7F), (8, 0x80), (16, 1)):  # the length's first byte, the format
+        data = bytearray(DATA)
+        data[place] = byte
+        assert standings(bytes(data)) == [False]
+
+
+class Answers:
+    """Stands for the connection to a partition: gives what a test has laid down."""
+
+    def __init__(self, found: dict[int, Batch]) -> None:
+        self.found = found
+
+    def batch_of(self, offset: int) -> Batch | None:
+        return next((batch for batch in self.found.values() if batch.first <= offset < batch.stop), None)
+
+    def close(self) -> None: ...
+
+
+def test_records_of_an_altered_batch_are_told_from_those_of_sound_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = {batch.first: batch for batch in batches(DATA)}
+    altered = Batch(1, 4, sound[1].checked[:-1] + b"\xff")
+    answers = Answers(sound | {1: altered})
+    monkeypatch.setattr("relax_events.broker.examining.PartitionReader", lambda *_: answers)
+    examiner = Examiner(lambda *_: Connection("nowhere:1"), timeout_seconds=1.0)
+    assert [examiner.altered("topic", 0, offset) for offset in range(6)] == [None, *[range(1, 4)] * 3, None, range(5, 6)]
+    examiner.close()
+
+
+def test_partition_without_a_leader_is_asked_about_until_the_timeout() -> None:
+    asked: list[str] = []
+
+    def leader(topic: str, partition: int) -> Connection:
+        asked.append(topic)
+        raise BrokerUnavailable("no leader")
+
+    with pytest.raises(BrokerUnavailable, match="no leader"):
+        Examiner(leader, timeout_seconds=0.2).altered("topic", 0, 0)
+    assert len(asked) > 1
+
+
+@pytest.mark.parametrize(("asked_for", "checks"), [("", True), ("0", True), ("1", False)])
+def test_client_leaves_checksums_to_the_examiner_where_it_is_asked_for(asked_for: str, checks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, asked_for)
+    assert reader_settings()["check_crcs"] is checks
