@@ -64,10 +64,20 @@ class Inventory:
             return [str(group.id) for group in self._client.list_groups(timeout=self._timeout_seconds)]
 
     def delete_topics(self, names: Sequence[str]) -> None:
-        """Delete topics with all their records."""
-        if names:
-            futures = self._client.delete_topics(list(names), operation_timeout=self._timeout_seconds)
-            self._settle(futures, "deleting topic", gone=KafkaError.UNKNOWN_TOPIC_OR_PART)
+        """Delete topics with all their records, and wait until the broker names none of them: it hears of the deletion after the controller.
+
+        Raises:
+            BrokerUnavailable: It did not within the request timeout.
+        """
+        if not names:
+            return
+        futures = self._client.delete_topics(list(names), operation_timeout=self._timeout_seconds)
+        self._settle(futures, "deleting topic", gone=KafkaError.UNKNOWN_TOPIC_OR_PART)
+        deadline = Deadline(self._timeout_seconds)
+        while left := sorted(set(names) & set(self.topics(""))):
+            if deadline.passed:
+                raise BrokerUnavailable(f"topic {left[0]} is deleted and still named after {self._timeout_seconds:g} s; see that all brokers run")
+            time.sleep(LOAD_SECONDS)
 
     def delete_groups(self, names: Sequence[str]) -> None:
         """Delete groups with their offsets, leases and settings.

@@ -1,4 +1,4 @@
-"""Listing groups while a broker that has just come up still loads them."""
+"""Brokers that are behind: they still load their groups, or name topics that are deleted."""
 
 from __future__ import annotations
 
@@ -85,3 +85,41 @@ def test_refusal_is_told_at_once(monkeypatch: pytest.MonkeyPatch, kind: str) -> 
     with pytest.raises(BrokerRefused, match=r"listing .*groups"):
         listed(monkeypatch, client, kind)
     assert client.num_errors == 0
+
+
+class Late:
+    """A client whose broker names a topic that was deleted for so many calls more."""
+
+    def __init__(self, num_named: int) -> None:
+        self.num_named, self.num_asked = num_named, 0
+
+    def delete_topics(self, names: list[str], *, operation_timeout: float) -> dict[str, Future[Any]]:
+        return {name: done(None) for name in names}
+
+    def list_topics(self, *, timeout: float) -> Any:
+        self.num_asked += 1
+        named = ["other", "relax.t.one"] if self.num_asked <= self.num_named else ["other"]
+        return SimpleNamespace(topics={name: SimpleNamespace(partitions={0: None}) for name in named})
+
+
+def deleting(monkeypatch: pytest.MonkeyPatch, client: Late, *names: str, seconds: float = 10.0) -> None:
+    monkeypatch.setattr(inventory, "AdminClient", lambda settings: client)
+    inventory.Inventory(Connection("127.0.0.1:1", request_timeout_seconds=seconds, client_id="test")).delete_topics(names)
+
+
+@pytest.mark.parametrize("num_named", [0, 3])
+def test_topics_are_gone_when_they_are_named_no_more(monkeypatch: pytest.MonkeyPatch, num_named: int) -> None:
+    client = Late(num_named)
+    deleting(monkeypatch, client, "relax.t.one", "relax.t.two")
+    assert client.num_asked == num_named + 1
+
+
+def test_topic_that_stays_named_is_an_error_that_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BrokerUnavailable, match=r"topic relax\.t\.one is deleted and still named after 0\.01 s"):
+        deleting(monkeypatch, Late(1_000_000_000), "relax.t.one", seconds=0.01)
+
+
+def test_nobody_is_asked_where_there_is_nothing_to_delete(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Late(1)
+    deleting(monkeypatch, client)
+    assert client.num_asked == 0
