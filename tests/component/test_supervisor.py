@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from relax_events.broker.examining import VARIABLE as EXAMINE
 from relax_events.config import RunConfig
 from relax_events.control.deaths import Progress
+from relax_events.control.starting.ranks import MISREAD
 from relax_events.control.supervisor import Fencing, Supervisor
 from relax_events.errors import BrokerRefused, ConfigError, Fenced, RelaxError, RunFailed, SchemaError
 from relax_events.events.parts import WorkerState
@@ -87,6 +90,16 @@ def test_worker_that_died_is_named_with_its_error_and_its_log_and_started_again(
     assert notes[0].endswith("logs/controller-0.log")
     assert {managed.process for managed in supervisor._processes.values()} == {None}
     assert supervisor.fenced == {}
+
+
+def test_all_examine_records_once_a_workers_client_has_misread_the_log(
+    make_run_config: MakeRunConfig, ended: MakeEnded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(EXAMINE, "")
+    supervisor = ended(make_run_config(), "misread")
+    assert f"controller-0 died: {MISREAD}; it is started again; log: " in supervisor.tend(Progress())[0]
+    orders = [order for managed in supervisor._processes.values() for order in managed.orders.values()]
+    assert {os.environ[EXAMINE], *(order.environment[EXAMINE] for order in orders)} == {"1"}
 
 
 def died_again(supervisor: Supervisor, progress: Progress) -> list[str]:

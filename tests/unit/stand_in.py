@@ -17,6 +17,9 @@ def main(deed: str, *words: str) -> None:
         seen |= {"group": os.getpgid(0), "session": os.getsid(0), "modules": {name: name in sys.modules for name in words}}
         print(json.dumps(seen))
     elif deed == "end":
+        if words[0] == "misread":
+            print("python: rdbuf.c:1115: rd_slice_narrow_copy: Assertion `rd_slice_abs_offset(new_slice) <= new_slice->end' failed.", flush=True)
+            os.abort()
         print("error: the reason")
         if not words[0].isdecimal():
             write_final_error(type(words[0], (Exception,), {})("no room for 7.42 GiB"), exit_code=1)
